@@ -6,10 +6,10 @@ Hyphens and underscores of an option are the same, since the published scripts u
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, NewType, get_type_hints
 
 import typer
 from typer import Argument, Option
@@ -17,7 +17,6 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from trainable.config.games import GAMES
 
-_LIST_METAVAR = "LIST"
 _PLACE_METAVARS = ("DIR", "FILE", "RUN", "RUN...", "FOLDER...")
 _SECTIONS = {
     "trials": "What to search",
@@ -37,10 +36,8 @@ _LONG_HELP = 20
 Command = Callable[..., None]
 
 
-class Setting(NamedTuple):
-    """Marks an option that assigns its value to the dotted setting `name`. As published, some assign several."""
-
-    name: str
+Setting = NewType("Setting", str)
+"""Marks an option that assigns its value to this dotted setting. As published, some assign several."""
 
 
 def option(metavar: str, help_text: str, *names: str, **constraints: Any) -> Any:
@@ -134,7 +131,7 @@ class StrictCommand(TyperCommand):
     """A command that refuses words that would be misread.
 
     It refuses an option that is typed twice, since only the last one would count, and an empty path, which would mean
-    the current folder. If spaces separate the values of a list, it says what to type.
+    the current folder. Of further words it says that spaces may separate the values of a list.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -154,9 +151,11 @@ class StrictCommand(TyperCommand):
         ctx.allow_extra_args = takes_extra_words
         if extra_words and not takes_extra_words and not ctx.resilient_parsing:
             names = [str(parameter.metavar) for parameter in self.params if isinstance(parameter, TyperArgument)]
-            takes = f"Besides options, {self.name} takes {' and '.join(names) or 'nothing'}."
-            advice = self._suggest_list(words, extra_words) or takes
-            ctx.fail(f"Too many words: {' '.join(map(repr, extra_words))}. {advice}")
+            ctx.fail(
+                f"Too many words: {' '.join(map(repr, extra_words))}. Besides options, {self.name} takes "
+                f"{' and '.join(names) or 'nothing'}. The values of a list have commas between them and no spaces, "
+                "like --kl-values 0,0.1."
+            )
         return extra_words
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -190,21 +189,6 @@ class StrictCommand(TyperCommand):
             typed_name = parameter.opts[0] if isinstance(parameter, TyperOption) else parameter.metavar
             if parameter.metavar in _PLACE_METAVARS and "" in texts:
                 ctx.fail(f"{typed_name} is empty, as an unset variable is: type a path, or . for the current folder.")
-
-    def _suggest_list(self, words: Sequence[str], extra_words: Sequence[str]) -> str:
-        """Suggest what to type if extra words continue a list; return an empty text if they do not."""
-        options = {hyphenate(name): parameter for parameter in self.params for name in parameter.opts}
-        names = [hyphenate(word.partition("=")[0]) for word in words]
-        for position, word in enumerate(words):
-            name, sign, first_value = word.partition("=")
-            if names[position] not in options or options[names[position]].metavar != _LIST_METAVAR:
-                continue
-            end = next((later for later in range(position + 1, len(words)) if names[later] in options), len(words))
-            following = words[position + 1 : end]
-            values = [value.strip(",") for value in (*([first_value] if sign else []), *following)]
-            if len(values) > 1 and set(values) & {extra.strip(",") for extra in extra_words}:
-                return f"The values of a list have commas between them and no spaces: type {name} {','.join(values)}"
-        return ""
 
 
 def hyphenate(word: str) -> str:

@@ -266,7 +266,7 @@ def list_assigned_settings(request: object) -> Iterator[tuple[str, str, Any]]:
         _, *markers = hint.__metadata__
         value = getattr(request, name)
         if value is not None and value is not False:
-            yield from ((f"--{name.replace('_', '-')}", marker.name, value) for marker in markers)
+            yield from ((f"--{name.replace('_', '-')}", setting, value) for setting in markers)
 
 
 class ChosenPreset(NamedTuple):

@@ -21,7 +21,7 @@ def expand_groups(study: Study, entries: Sequence[str]) -> tuple[str, ...]:
     """Replace names of groups of values by their members, and keep names of arms.
 
     An arm that was typed in addition to its group counts once. In studies without groups, entries are unchanged. Raises
-    PlanError for an unknown name, and for an entry that is given twice.
+    PlanError for an unknown name.
     """
     value_groups = study.axis.value_groups
     if not value_groups:
@@ -33,8 +33,6 @@ def expand_groups(study: Study, entries: Sequence[str]) -> tuple[str, ...]:
                 f"{study.axis.option} {format_value(entry)} is not a group: type one or more of "
                 f"{','.join(value_groups)}, or names of arms, which --dry-run lists in its column `arm`."
             )
-    if duplicates := [entry for number, entry in enumerate(entries) if entry in entries[:number]]:
-        raise PlanError(f"{study.axis.option} has {format_value(duplicates[0])} twice: give each group once.")
     selected_values = {value for entry in entries for value in value_groups.get(entry, (entry,))}
     # In the grid's order, not the typed one.
     return tuple(value for value in arms if value in selected_values)
@@ -142,11 +140,7 @@ def find_study(name: str, kl_type: str | None = None) -> Study:
     if kl_type is None:
         return study
     if not study.variants:
-        advice = "type --set actor.kl_loss_type=NAME"
-        # The KL loss differs between the arms of smoke-all, so --set would be refused as well.
-        if "actor.kl_loss_type" in study.axis.swept_fields:
-            advice = f"it has all of them; for one alone, type `run smoke --kl-type {format_value(kl_type)}`"
-        raise PlanError(f"--kl-type does not belong to study {study.name}: {advice}.")
+        raise PlanError(f"--kl-type does not belong to study {study.name}: type --set actor.kl_loss_type=NAME.")
     if kl_type not in study.variants:
         raise PlanError(
             f"--kl-type {format_value(kl_type)} is not a KL loss of the grid: type one of {', '.join(study.variants)}."

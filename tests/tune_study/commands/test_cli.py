@@ -425,15 +425,6 @@ def test_status_says_how_far_each_run_is(work_dir: Path) -> None:
     assert type_in(f"status {plan.folder}").out.startswith("kl (laptop): finished; runs: 2 completed\n")
 
 
-def test_status_says_which_runs_could_not_learn_in_any_step(work_dir: Path) -> None:
-    plan = write_started_study(work_dir)
-    empty = {"groups": 8, "zero_std_groups": 8, "groups_kept": 0}
-    for spec, last_row in zip(plan.runs, ({**empty, "step": 2}, {"step": 2, "groups": 8}), strict=True):
-        write_lines(plan.get_run_dir(spec.run_id) / "metrics.jsonl", [{**empty, "step": 1}, last_row])
-    output = type_in(f"status {plan.folder}").out
-    assert "\nIn 1 of 2 runs (arm 0), every group had equal scores, so the rewards taught nothing.\n" in output
-
-
 def test_status_names_the_step_of_a_collapse(work_dir: Path) -> None:
     unpack(work_dir / "results" / "study")
     lines = type_in("status results/study").out.splitlines()

@@ -148,14 +148,6 @@ def test_what_is_set_otherwise_is_in_the_log_and_in_the_rows(study: StudyPlan) -
 
 
 @pytest.mark.long
-def test_training_wrote_the_analyses_that_were_due(study: StudyPlan) -> None:
-    for spec in study.runs:
-        lines = read_lines(study.get_run_dir(spec.run_id) / "gradients.jsonl").records
-        assert {line["step"] for line in lines} == {1, 3}
-        assert {row["component"] for line in lines for row in line["rows"]} == {"task", "entropy", "total"}
-
-
-@pytest.mark.long
 def test_a_restored_trainer_is_the_one_that_was_saved(study: StudyPlan) -> None:
     restored_trainer = probe.restore(study.folder, "PPO", 2)
     assert restored_trainer.step_index == 2

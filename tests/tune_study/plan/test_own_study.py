@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.sweep import findings
-from search_spaces.catalog import STUDIES
 from search_spaces.declaration.study import Axis, Study, make_grid_axis
 from search_spaces.language_model.family import PPO, as_run_config
 from tests.fakes.command_line import assert_refused, get_output, type_words
@@ -18,7 +17,7 @@ from trainable.runs.study_record import StudyRecord, read_record, write_record
 from tune_study.folder.outputs import make_study_record, write_study
 from tune_study.folder.study_file import plan_from_folder, read_study
 from tune_study.plan.errors import PlanError
-from tune_study.plan.own_study import OwnStudy, StudySource, format_study, is_study_file, load_own_study
+from tune_study.plan.own_study import OwnStudy, StudySource, format_study, load_own_study
 
 pytestmark = pytest.mark.usefixtures("work_dir")
 
@@ -148,13 +147,6 @@ def test_a_study_of_one_preset_names_it(tmp_path: Path) -> None:
         "has no values of actor.lr under preset paper: type --preset laptop",
     )
     assert type_words("run", "s.py", "--preset", "stress", "--dry-run")[0] == 0
-
-
-def test_what_counts_as_a_file() -> None:
-    assert is_study_file("lr.py")
-    assert is_study_file("some/where/lr.py")
-    assert not is_study_file("kl")
-    assert not any(is_study_file(name) for name in STUDIES)
 
 
 def test_a_grid_axis_has_every_combination_once() -> None:

@@ -124,12 +124,6 @@ def test_a_value_that_a_setting_does_not_take_is_refused(text: str) -> None:
         make_space(PPO, BASE, [text])
 
 
-def test_another_family_needs_a_space() -> None:
-    study = STUDIES["influence"]
-    with pytest.raises(PlanError, match="needs the settings to change"):
-        make_space(study.family, make_base_config(study, "laptop"), ())
-
-
 def test_a_search_survives_its_record() -> None:
     search = Search(make_space(PPO, BASE, ()), ("success", "cost"), 24, 4, 7, 5, 10)
     entry = {**asdict(search), "a_later_key": 1}

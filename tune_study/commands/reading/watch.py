@@ -43,15 +43,6 @@ runs does not wait, so it is within ten seconds of the rows."""
 _STOP_SECONDS = 5.0
 """Seconds that Ctrl-C waits for a drawing to end."""
 
-SERVER_LIMITS = {
-    "max_request_header_size": 2**13,
-    "connection_limit": 32,
-    "channel_timeout": 20,
-    "cleanup_interval": 5,
-}
-"""Limits of Waitress, since any user of this machine can connect: bytes of a request's headers, concurrent connections,
-seconds until a connection counts as idle, and seconds between two searches for idle ones."""
-
 _HEADERS = [
     ("Content-Type", "text/html; charset=utf-8"),
     ("Cache-Control", "no-store"),
@@ -209,17 +200,12 @@ def make_app(render: Callable[[int | None], str], token: str, port: int) -> Wsgi
     return app
 
 
-def make_server(render: Callable[[int | None], str], token: str, listener: socket.socket) -> Any:
-    """Make a server that answers with `make_app` on a listening socket, once its method `run` is called."""
-    app = make_app(render, token, listener.getsockname()[1])
-    return waitress.create_server(app, sockets=[listener], threads=4, ident=None, **SERVER_LIMITS)
-
-
 def watch(console: Console, run: str) -> None:
     """Serve the report of `run` on a free port of this machine until Ctrl-C. Raises PlanError if there is no study."""
     report, token = LiveReport(run), secrets.token_urlsafe(24)
     listener = socket.create_server((HOST, 0))
-    server = make_server(report.render, token, listener)
+    app = make_app(report.render, token, listener.getsockname()[1])
+    server = waitress.create_server(app, sockets=[listener], ident=None)
     print_line(console, f"Open http://{HOST}:{listener.getsockname()[1]}/?token={token}")
     print_line(console, "The page follows the study and changes nothing. Ctrl-C ends this command, not the study.")
     try:

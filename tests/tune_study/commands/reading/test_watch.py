@@ -1,10 +1,8 @@
 """`watch`: who gets the page, that it follows the rows, and that it writes nothing."""
 
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -15,9 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from waitress import wasyncore
 
 from analysis import load
 from analysis.report.live import LivePage
@@ -74,14 +69,6 @@ def test_whoever_has_no_token_and_whatever_else_is_asked_gets_no_page(environ: d
     assert answer[0] == status
     assert "page, again" not in answer[2]
     assert "Set-Cookie" not in answer[1]
-
-
-@given(st.dictionaries(st.sampled_from(["QUERY_STRING", "HTTP_COOKIE", "PATH_INFO"]), st.text(max_size=30)))
-def test_no_request_gets_the_page_or_ends_the_server_by_chance(environ: dict[str, str]) -> None:
-    status, headers, body = call(**environ)
-    assert status[:3] in ("403", "404", "405")
-    assert "page, again" not in body
-    assert "script-src" not in headers["Content-Security-Policy"]
 
 
 @pytest.fixture
@@ -245,34 +232,3 @@ def test_a_client_reads_the_page_of_the_command(address: str) -> None:
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(address.partition("?")[0], timeout=60)
     assert address.startswith("http://127.0.0.1:")
-
-
-@pytest.mark.processes
-def test_a_long_cookie_is_refused_and_the_page_still_answers(address: str) -> None:
-    cookie = 'a="' + "\\" * 60_000 + '"'
-    for _ in range(4):
-        request = urllib.request.Request(address.partition("?")[0], headers={"Cookie": cookie})
-        with pytest.raises(urllib.error.HTTPError, match="431"):
-            urllib.request.urlopen(request, timeout=60)
-    assert "Verdict for each arm" in read_page(address)
-
-
-@pytest.mark.long
-def test_unfinished_requests_do_not_keep_the_page_from_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = {**watch.SERVER_LIMITS, "channel_timeout": 1, "cleanup_interval": 1}
-    monkeypatch.setattr(watch, "SERVER_LIMITS", limits)
-    with socket.create_server((watch.HOST, 0)) as listener, ExitStack() as clients:
-        port = listener.getsockname()[1]
-        server = watch.make_server(lambda _: "the page", TOKEN, listener)
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        # More than the limit, and more than Waitress would take without it.
-        for _ in range(110):
-            client = clients.enter_context(socket.create_connection((watch.HOST, port)))
-            client.sendall(b"GET / HTTP/1.1\r\n")
-        assert read_page(f"http://{watch.HOST}:{port}/?token={TOKEN}") == "the page"
-        # In the thread of the server, which ends when nothing is open.
-        server.trigger.pull_trigger(lambda: wasyncore.close_all(server._map))
-        thread.join(60)
-        assert not thread.is_alive()
-        server.task_dispatcher.shutdown()
