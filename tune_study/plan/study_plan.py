@@ -22,8 +22,6 @@ from tune_study.plan.search import make_point_study
 from tune_study.plan.storage_uri import join_uri
 from tune_study.plan.typed_settings import is_same_number, parse_number
 
-NO_SEEDS: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-
 MAX_NAME_BYTES, MAX_PATH_BYTES = 240, 3800
 """Maximum bytes of a file's name and path. File systems allow 255 and 4096; the rest is for endings like `.log`."""
 WANDB_MODES: tuple[WandbMode, ...] = get_args(WandbMode)
@@ -338,7 +336,7 @@ def build_plan(
     values: tuple[str, ...],
     seeds: tuple[int, ...],
     folder: Path,
-    extra_seeds: Mapping[str, Iterable[int]] = NO_SEEDS,
+    extra_seeds: Mapping[str, Iterable[int]] = MappingProxyType({}),
 ) -> StudyPlan:
     """Plan the runs of `values` x `seeds`, and of `extra_seeds` of single arms; those among `seeds` are ignored.
 

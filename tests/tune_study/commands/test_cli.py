@@ -68,10 +68,6 @@ PUBLISHED_COMMANDS = [
         ["logs/top_p_sweep_Qwen2.5-3B/09/", "logs/top_p_sweep_Qwen2.5-3B/nofilter/"],
     ),
     (
-        "run kl --kl-values 0,0.01 --rollout_filter_include_zero False --gpus-per-exp 4 --gpus 0,1,2,3,4,5,6,7",
-        ["logs/kl_sweep_Qwen2.5-3B/filter_zero/0/", "logs/kl_sweep_Qwen2.5-3B/filter_zero/001/"],
-    ),
-    (
         "run entropy --entropy-values 0,0.01 --rollout_filter_include_zero False --gpus-per-exp 4 "
         "--gpus 0,1,2,3,4,5,6,7",
         ["logs/entropy_sweep_Qwen2.5-3B/filter_zero/0/", "logs/entropy_sweep_Qwen2.5-3B/filter_zero/001/"],

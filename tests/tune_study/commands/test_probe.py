@@ -200,19 +200,6 @@ def test_an_arm_of_several_seeds_is_its_smallest_seed(tmp_path: Path) -> None:
         run_checkpoints._find_run(plan, None)
 
 
-@pytest.mark.long
-def test_a_damaged_checkpoint_is_said(study: StudyPlan, tmp_path: Path) -> None:
-    folder = study.output / study.runs[0].checkpoint_dir / "global_step_2"
-    target = tmp_path / "global_step_2"
-    target.mkdir()
-    for path in folder.iterdir():
-        (target / path.name).write_bytes(path.read_bytes())
-    values = json.loads((target / "state.json").read_text())
-    (target / "state.json").write_text(json.dumps({**values, "step": 7}))
-    with pytest.raises(PlanError, match="checksum"):
-        probe.restore(study.folder, "PPO", path=target)
-
-
 def test_a_probe_switches_kl_and_entropy_on_where_they_are_off() -> None:
     run_config = apply_overrides(RunConfig(), {**PRESETS["laptop"].settings})
     probe_config = apply_overrides(run_config, probe.make_probe_settings(run_config, {}))

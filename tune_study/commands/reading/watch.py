@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 from urllib.parse import parse_qs
 
 import waitress
@@ -52,15 +52,9 @@ _HEADERS = [
 ]
 
 Signature = tuple[bool, tuple[tuple[str, int, int], ...]]
+Answer = tuple[str, str, tuple[tuple[str, str], ...]]
+"""Status, body and further headers of an HTTP answer."""
 WsgiApp = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
-
-
-class Answer(NamedTuple):
-    """An HTTP answer. headers: those added to the headers that every answer has."""
-
-    status: str
-    body: str
-    headers: tuple[tuple[str, str], ...] = ()
 
 
 class LiveReport:
@@ -178,18 +172,18 @@ def make_app(render: Callable[[int | None], str], token: str, port: int) -> Wsgi
 
     def answer(environ: dict[str, Any]) -> Answer:
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
-            return Answer("405 Method Not Allowed", "This page can only be read.", (("Allow", "GET, HEAD"),))
+            return "405 Method Not Allowed", "This page can only be read.", (("Allow", "GET, HEAD"),)
         if environ["PATH_INFO"] != "/":
-            return Answer("404 Not Found", "There is only one page: /.")
+            return "404 Not Found", "There is only one page: /.", ()
         query = parse_qs(environ.get("QUERY_STRING", ""))
         if secrets.compare_digest(query.get("token", [""])[0].encode(), token.encode()):
             cookie = f"{cookie_name}={token}; HttpOnly; SameSite=Strict; Path=/"
-            return Answer("303 See Other", "", (("Location", "/"), ("Set-Cookie", cookie)))
+            return "303 See Other", "", (("Location", "/"), ("Set-Cookie", cookie))
         # The standard library's SimpleCookie takes quadratic time on a text of backslashes.
         match = re.search(rf"(?:^|;) *{cookie_name}=([\w-]*)", environ.get("HTTP_COOKIE", ""))
         if not secrets.compare_digest(("" if match is None else match[1]).encode(), token.encode()):
-            return Answer("403 Forbidden", "Open the whole address that the command printed, with its token.")
-        return Answer("200 OK", render(None if "pause" in query else REFRESH_SECONDS))
+            return "403 Forbidden", "Open the whole address that the command printed, with its token.", ()
+        return "200 OK", render(None if "pause" in query else REFRESH_SECONDS), ()
 
     def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         status, text, headers = answer(environ)

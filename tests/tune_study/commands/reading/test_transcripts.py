@@ -6,18 +6,12 @@ import pandas as pd
 import pytest
 
 from analysis import load
-from analysis.report.pages import write_report
-from search_spaces.catalog import STUDIES
 from tests.fakes.command_line import assert_refused, get_output, type_in
 from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeRun, write_study
 from tests.tune_study.commands.reading.test_explain import make_episode
 from trainable.files.json_lines import read_lines
 from trainable.runs.run_files import ENDS_KEY, EPISODES_FILE, METRICS_FILE
-from trainable.trial import PPO
-from tune_study.folder import outputs
-from tune_study.plan.study_plan import make_plan
-from tune_study.tune.trials import make_trial_config
 
 RUNS = (FakeRun("0", 0), FakeRun("0", 1), FakeRun("0.1", 0))
 
@@ -170,29 +164,6 @@ def test_the_frame_of_episodes_has_a_row_for_each(folder: Path) -> None:
     assert episodes["text"].iloc[0].startswith("| <user>board 123\n| ####<end>\n> go 0")
     assert frames.select_study("kl").episodes.equals(episodes)
     assert load(folder.parent).episodes.equals(episodes)
-
-
-@pytest.mark.long
-def test_episodes_of_a_study_of_trees_have_answers_and_evidence(tmp_path: Path) -> None:
-    study = STUDIES["tree-grpo"]
-    plan = make_plan(study, "laptop", "a test", dict(study.smoke_settings), ("root-and-children",), 1, tmp_path)
-    outputs.write_study(plan)
-    trial = PPO(make_trial_config(plan, plan.runs))
-    trial.step()
-    trial.cleanup()
-    output = get_output(f"transcripts {plan.folder} --arm root-and-children --solved")
-    lines = output.splitlines()
-    places = [number for number, line in enumerate(lines) if line.startswith("    final answer: ")]
-    assert places
-    assert all(lines[place + 1].startswith("    evidence to quote: ") for place in places)
-    for mark in ("      Child 1: ", "        final answer: "):
-        assert f"\n{mark}" in type_in(f"transcripts {plan.folder} --trained --seed 0").out
-    frames = load(plan.folder)
-    assert len(frames.trained_episodes) == 32
-    assert "evidence to quote: " in frames.episodes["text"].iloc[0]
-    page = write_report(plan.folder).read_text(encoding="utf-8")
-    assert "evidence to quote: " in page
-    assert "A short study: 1 training step instead of the " in page
 
 
 def test_frames_without_episodes_have_an_empty_frame_of_the_same_columns(tmp_path: Path, folder: Path) -> None:
