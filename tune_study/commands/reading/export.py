@@ -143,9 +143,6 @@ def export(console: Console, target: RunCheckpoint, folder: Path, dtype: str, *,
 def _make_card(target: RunCheckpoint, config: RunConfig, chat: ChatFormat) -> str:
     """Make README.md of the exported policy: which run it is from, and what is known about it."""
     study, plan, spec = read_study(target.plan.folder), target.plan, target.spec
-    rows = read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE)
-    row = next((row for row in rows if row["step"] == target.step), {})
-    success = row.get("val_success")
     base = config.model.path
     own_settings = find_changed_settings(config)
     fields = {
@@ -154,9 +151,6 @@ def _make_card(target: RunCheckpoint, config: RunConfig, chat: ChatFormat) -> st
         "seed": str(spec.seed),
         "step": f"{target.step} of {spec.steps}",
         "base model": Path(base).name if os.path.isabs(base) else base,
-        "game": config.env.name,
-        "prompt style": config.model.prompt_style,
-        "sampled validation success": "not validated after this step" if success is None else f"{success:.3f}",
         "commit of tune_study": (study.git.commit if study.git else "unknown")[:12],
         "settings that differ from the defaults": ", ".join(
             f"`{name}={json.dumps(value)}`" for name, value in own_settings.items() if not name.endswith("path")
