@@ -45,8 +45,8 @@ from analysis.sweep.collapse import compute_survival, describe_signal_problems
 from analysis.sweep.symptoms import PERMUTATION_SEED, describe_order, summarize_order
 from analysis.sweep.verdicts import format_fraction, format_interval, format_number, format_signed, format_signed_number
 from trainable.config.aliases import shorten_setting
-from trainable.files.control_characters import LINE_CHARACTERS, escape_controls
 from trainable.files.json_values import DamageWarning
+from trainable.files.paths import LINE_CHARACTERS, escape_controls
 from trainable.runs.episode_lines import RecordedEpisode
 from trainable.runs.history import COLLAPSE_DEFINITION
 

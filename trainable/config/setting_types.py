@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from trainable.algo.names import KL_KINDS, LOSS_AGG_MODES
 from trainable.config.choices import EXACT_KL
-from trainable.files.control_characters import escape_controls, is_printable
+from trainable.files.paths import escape_controls, is_printable
 
 Setting = TypeVar("Setting")
 _COMMON_MARKER = "common"

@@ -16,8 +16,7 @@ from trainable.config.constants import TEACHERS
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import WandbMode, WandbTarget, check_wandb_project
 from tune_study.commands.describe import PreparedStudy, describe_signal, print_plan
-from tune_study.commands.requests import LaunchRequest, StudyRequest, list_assigned_settings
-from tune_study.commands.run_options import ChosenPreset
+from tune_study.commands.requests import ChosenPreset, LaunchRequest, StudyRequest, list_assigned_settings
 from tune_study.folder import outputs
 from tune_study.folder.origin import find_last_wandb
 from tune_study.host.console import print_error, print_line
@@ -74,7 +73,7 @@ def start_studies(
     plans = [replace(plan, wandb=choose_wandb(options, plan)) for plan in plans]
     for plan in plans:
         outputs.check_recordable(plan)
-        check_parts(list({spec.config.compute_hash(): spec.config for spec in plan.runs}.values()))
+        check_parts([spec.config for spec in plan.runs])
         for game in resources.load_game_requirements(plan):
             game.check(plan)
         check_level_seeds(plan)

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from search_spaces.language_model.family import get_model_name
 from trainable.config.setting_types import format_value
-from trainable.files.control_characters import escape_controls
-from trainable.files.paths import write_text
+from trainable.files.paths import escape_controls, write_text
 from trainable.runs.history import RunHistory, settle_status
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import CENSORED, ENDED_STATUSES, OPEN_STATUSES, StatusRecord, find_record, write_record

@@ -19,8 +19,8 @@ from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
-from trainable.files.control_characters import LINE_CHARACTERS, escape_controls
 from trainable.files.json_values import DamageWarning
+from trainable.files.paths import LINE_CHARACTERS, escape_controls
 from trainable.files.step_phase import STEP_PHASE
 
 _LEGIBLE_WIDTH = 24

@@ -57,19 +57,24 @@ def _find_sentences(plan: StudyPlan) -> Iterator[str]:
             "(trainer.keep_last=false, or after `clean`) goes back to its newest one, or begins again."
         )
     yield from _describe_unread_settings(plan, list(configs.values()))
-    if plan.baseline is not None:
+    if plan.baseline is not None and len(configs) > 1:
         yield from _describe_equal_arms(plan.baseline, configs.pop(plan.baseline), configs)
 
 
 def _describe_unread_settings(plan: StudyPlan, configs: Sequence[BaseRunConfig]) -> Iterator[str]:
     """Yield a sentence per setting that no arm reads, unless its value is from a preset, a shipped study or a game."""
-    study, unread_settings = plan.study, [config.find_unread_settings() for config in configs]
+    study = plan.study
     declared = STUDIES.get(study.name, replace(study, fixed_settings={}, presets={}))
     declared_settings = flatten_settings(make_base_config(declared, plan.preset).model_dump())
     of_games = [study.family.make_game_settings(game, plan.preset) for game in study.family.games]
-    for name, value in flatten_settings(plan.base_config.model_dump()).items():
-        is_declared = value == declared_settings[name] or any(value == settings.get(name) for settings in of_games)
-        if not is_declared and all(name in advice_by_name for advice_by_name in unread_settings):
+    typed_settings = {
+        name: value
+        for name, value in flatten_settings(plan.base_config.model_dump()).items()
+        if value != declared_settings[name] and all(value != settings.get(name) for settings in of_games)
+    }
+    unread_settings = [config.find_unread_settings() for config in configs] if typed_settings else []
+    for name, value in typed_settings.items():
+        if all(name in advice_by_name for advice_by_name in unread_settings):
             text = f"{value:g}" if isinstance(value, float) else value
             yield f"{name}={text} has no effect: {unread_settings[0][name]}."
 

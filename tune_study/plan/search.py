@@ -105,16 +105,12 @@ def _parse(text: str, family: Family) -> list[Dimension]:
     condition: tuple[str, str] | tuple[()] = ()
     if condition_text:
         condition_key, _, condition_value = map(str.strip, condition_text.partition("="))
-        if not condition_value:
+        if not condition_value or not sign:
             raise PlanError(
-                f"--vary {format_value(text)} has a condition without a value: type it like {_CONDITION_EXAMPLE}."
+                f"--vary {format_value(text)} has a condition and lacks a value: type it like {_CONDITION_EXAMPLE}."
             )
         condition = resolve_key(condition_key, family.config_class), condition_value
     if not sign:
-        if condition:
-            raise PlanError(
-                f"--vary {format_value(text)} has a condition and no values: type them, like {_CONDITION_EXAMPLE}."
-            )
         return _find_declared(text, setting, family)
     # The name of a plug-in has a colon as well, but a choice has at least one comma.
     if ":" in values_text and "," not in values_text:

@@ -18,7 +18,7 @@ from analysis.data.frames import StudyFrames
 from analysis.sweep import series, symptoms, tables
 from analysis.sweep.collapse import compute_survival
 from tests.analysis.charts.specs import compute_luminance, read_spec
-from trainable.files.control_characters import LINE_CHARACTERS, is_printable
+from trainable.files.paths import LINE_CHARACTERS, is_printable
 
 BACKGROUNDS = ("#ffffff", "#fdfdfc", "#17191d")
 HOSTILE = 'a\\" + datum + "\\ </script><!-- \x1b[2J \u202e'

@@ -33,8 +33,8 @@ from tests.fakes.run_folders import FakeRun, FakeStudy, make_study_record, write
 from tests.strategies.examples import thin_out
 from trainable.config.run_config import RunConfig
 from trainable.families import list_families
-from trainable.files.control_characters import LINE_CHARACTERS, is_printable
 from trainable.files.json_values import write_object
+from trainable.files.paths import LINE_CHARACTERS, is_printable
 from trainable.runs.history import COLLAPSE_DEFINITION
 from trainable.runs.study_record import SCHEMA
 

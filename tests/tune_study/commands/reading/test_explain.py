@@ -119,13 +119,6 @@ def test_runs_that_are_too_short_say_so(tmp_path: Path) -> None:
     folder = write_study(tmp_path, [FakeRun("0", steps=7), FakeRun("0.1", steps=3)], STUDY)
     sentence = "No change can be resolved in fewer than 8 steps."
     assert type_in(f"explain {folder}").out.splitlines() == [sentence]
-    run_dir = folder / "runs" / FakeRun("0").run_id
-    append_record(run_dir / "episodes.jsonl", make_episode(0, 123, True)._replace(rollout=0).to_line())
-    assert type_in(f"explain {folder}").out.splitlines() == [sentence]  # `transcripts` would show no validation
-    append_record(run_dir / "episodes.jsonl", make_episode(0, 123, True).to_line())
-    (line,) = type_in(f"explain {folder}").out.splitlines()
-    assert line == f"{sentence} To read what the policies wrote: python -m tune_study transcripts {folder}"
-    assert type_in(line.partition("tune_study ")[2]).code == 0
     assert type_in(f"explain {folder} --arm 0.1").out.splitlines()[1] == sentence
 
 
