@@ -18,8 +18,8 @@ from trainable.diagnostics.cross_scores import compute_cross_scores
 from trainable.models.interface import PassSettings
 from trainable.models.load import make_frozen_copy
 from trainable.models.qwen2 import Qwen2
-from trainable.ppo.filtering import filter_episodes
 from trainable.ppo.phases import PhaseTimer, plan_step
+from trainable.ppo.targets import filter_episodes
 from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import TokenFunction
 from trainable.rollout.episode import Episode

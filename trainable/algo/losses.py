@@ -1,10 +1,13 @@
-"""Elementwise losses of policy and critic, KL estimators, and the statistics of logits that they need.
+"""Losses of policy and critic per token, KL estimators and penalties, importance weights, and statistics of logits.
 
 Every loss maps tensors of one shape, flat (N,) over trained tokens or (B, T), to a tensor of this shape. The caller
-reduces it: `(compute_loss_weights(mask, mode) * loss).sum()`. Shapes: N tokens, V vocabulary entries.
+reduces it: `(compute_loss_weights(mask, mode) * loss).sum()`. Shapes: N tokens, V vocabulary entries, B sequences of T
+tokens.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -256,3 +259,123 @@ def _log_softmax(logits: Tensor) -> Tensor:
 def _upcast(x: Tensor) -> Tensor:
     """Convert `x` to float32 unless its dtype is more precise, since sums over a vocabulary need the digits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+MAX_RELATIVE_ERROR = 0.2  # bound of the error in one update, Ziegler et al. 2019, sec. 2.2
+
+
+@torch.no_grad()
+def apply_kl_penalty(
+    rewards: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: str, kl_coef: float
+) -> Tensor:
+    """Subtract the KL penalty from the rewards of trained tokens, (B, T), without gradient.
+
+        r'_t = r_t − β KL_t on trained tokens,   r'_t = r_t elsewhere
+
+    Args:
+        rewards: (B, T).
+        logprobs: (B, T) log π of the sampled tokens, nats; not read where `mask` is False.
+        ref_logprobs: (B, T) log π_ref of the same tokens; likewise.
+        mask: (B, T) bool.
+        kind: estimator, as in `estimate_kl`.
+        kl_coef: β, reward per nat.
+
+    Example:
+        >>> logprobs, ref_logprobs = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-2.0, -2.0]])
+        >>> mask = torch.tensor([[True, True]])
+        >>> apply_kl_penalty(torch.tensor([[0.0, 1.0]]), logprobs, ref_logprobs, mask, kind="k1", kl_coef=0.5).tolist()
+        [[-0.5, 1.0]]
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2 (with k1).  Degenerate: β = 0 changes nothing.
+    """
+    penalty = kl_coef * estimate_kl(logprobs, ref_logprobs, kind)
+    return rewards - torch.where(mask, penalty, 0)
+
+
+@dataclass(frozen=True)
+class AdaptiveKLController:
+    """A KL coefficient that steers the measured KL towards a target. Without a horizon, it is fixed.
+
+        error = clamp(KL / target − 1, ±0.2),   β ← β (1 + error · n / horizon)
+
+    Example:
+        A KL of twice the target gives the largest error, 0.2. Half a horizon later, β has grown by 10 %.
+
+        >>> controller = AdaptiveKLController(coef=0.1, target=0.1, horizon=100)
+        >>> round(controller.update(current_kl=0.2, n_steps=50).coef, 6)
+        0.11
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, sec. 2.2; the horizon is from their code.
+    """
+
+    coef: float
+    """β >= 0, reward per nat. 0 stays 0."""
+    target: float = 0.1
+    """Target KL in nats, reduced in the same way as the measured KL."""
+    horizon: float | None = None
+    """Steps over which an error of 1 would double β, in the unit of `n_steps`; None keeps β fixed."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.coef < math.inf:
+            raise ValueError(f"kl_coef is {self.coef}; it must be finite and at least 0, such as 0.001.")
+        if not 0 < self.target < math.inf:
+            raise ValueError(f"target KL is {self.target}; it must be finite and above 0 nats, such as 0.1.")
+        if self.horizon is not None and not self.horizon > 0:
+            raise ValueError(f"KL horizon is {self.horizon}; it must be above 0, or None for a fixed coefficient.")
+
+    def update(self, current_kl: float, n_steps: int) -> "AdaptiveKLController":
+        """Return a new controller, updated for `n_steps` sequences with a KL of `current_kl` nats."""
+        if self.horizon is None:
+            return self
+        error = min(max(current_kl / self.target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
+        return replace(self, coef=self.coef * (1 + error * n_steps / self.horizon))
+
+
+class ImportanceCorrection(NamedTuple):
+    """How to weight the loss of tokens that the engine has sampled.
+
+    cap: the largest weight, at least 1. floor: with a mask, the smallest weight, or None. is_sequence: whether the
+    weight of a token is the product of the ratios of all sampled tokens in its episode, instead of the token's ratio.
+    is_mask: whether weights outside of floor and cap become 0. Otherwise, weights above the cap become the cap.
+
+    Truncated tokens (TIS): Yao et al. 2025. Masked tokens with a floor (IcePop): Ling team 2025, with 0.5 and 5. Masked
+    sequences: Liu et al. 2025, "When speed kills stability".
+    """
+
+    cap: float
+    floor: float | None = None
+    is_sequence: bool = False
+    is_mask: bool = False
+
+
+def compute_importance_weights(
+    trainer_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor, correction: ImportanceCorrection
+) -> tuple[Tensor, Tensor]:
+    """Compute importance weights from the engine's to the trainer's distribution, without gradient.
+
+    trainer_logprobs: (B, T) the trainer's log-probs of the tokens. engine_logprobs: (B, T) the engine's. mask: (B, T)
+    True where a token was sampled. correction: how ratios become weights.
+
+    Returns (B, T) weights, and (B, T) bool, True where a ratio was truncated or masked. Without truncation and masks,
+    weighted losses have the expectation of the trainer's distribution: E_engine[w f] = E_trainer[f] (Ionides 2008).
+
+    Example:
+        >>> trainer, engine = torch.tensor([[0.2, 0.9]]).log(), torch.tensor([[0.1, 0.3]]).log()
+        >>> mask = torch.tensor([[True, True]])
+        >>> weights, is_clipped = compute_importance_weights(trainer, engine, mask, ImportanceCorrection(cap=2.5))
+        >>> weights, is_clipped
+        (tensor([[2.0000, 2.5000]]), tensor([[False,  True]]))
+        >>> compute_importance_weights(trainer, engine, mask, ImportanceCorrection(cap=2.5, is_mask=True))[0]
+        tensor([[2., 0.]])
+    """
+    log_ratio = torch.where(mask, trainer_logprobs - engine_logprobs, 0).detach()
+    if correction.is_sequence:
+        log_ratio = log_ratio.double().sum(1, keepdim=True).expand(mask.shape)
+    is_outside = log_ratio > math.log(correction.cap)
+    # Truncated before exp, so that it cannot overflow.
+    weights = log_ratio.clamp_max(math.log(correction.cap)).exp().to(trainer_logprobs.dtype)
+    if correction.is_mask:
+        if correction.floor:  # a floor of 0 masks nothing
+            is_outside = is_outside | (log_ratio < math.log(correction.floor))
+        weights = weights.masked_fill(is_outside, 0)
+    return weights, is_outside

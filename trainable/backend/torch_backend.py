@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from trainable.backend.host_swap import HostSwap
-from trainable.backend.meter import Meter
+from trainable.backend.meter import Meter, NamedParameters, find_nonfinite_gradients, find_nonfinite_weights
 from trainable.backend.world import SINGLE_PROCESS, World
 from trainable.config.sections import OptimConfig
 from trainable.runs.flat_state import (
@@ -20,7 +20,6 @@ from trainable.runs.flat_state import (
     get_trainable_parameters,
     load_flat_state,
 )
-from trainable.runs.nonfinite import NamedParameters, find_nonfinite_gradients, find_nonfinite_weights
 
 T = TypeVar("T")
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainable.backend.meter import find_nonfinite_weights
 from trainable.backend.torch_backend import list_named_parameters, list_named_weights
 from trainable.backend.world import World
 from trainable.models.interface import PassSettings
-from trainable.runs.nonfinite import find_nonfinite_weights
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -15,8 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from trainable.algo.batching import split_by_tokens
-from trainable.algo.importance import ImportanceCorrection, compute_importance_weights
-from trainable.algo.losses import compute_log_ratio, estimate_kl, ppo_clip_loss, value_clip_loss
+from trainable.algo.losses import (
+    ImportanceCorrection,
+    compute_importance_weights,
+    compute_log_ratio,
+    estimate_kl,
+    ppo_clip_loss,
+    value_clip_loss,
+)
 from trainable.algo.reductions import compute_loss_weights
 from trainable.algo.target_policy import target_policy_loss
 from trainable.algo.vocabulary import compute_token_statistics, logprobs_from_hidden
@@ -29,7 +35,7 @@ from trainable.config.own_parts import get_part
 from trainable.config.sections import ActorConfig, CriticConfig, OptimConfig
 from trainable.files.step_phase import STEP_PHASE
 from trainable.models.interface import LanguageModel, Trunk, ValueModel
-from trainable.rollout.batch import Batch
+from trainable.rollout.episode import Batch
 
 
 class Targets(NamedTuple):

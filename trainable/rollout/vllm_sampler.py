@@ -1,7 +1,7 @@
 """Sampling with vLLM in the trial's process: token ids in, token ids and their log-probs out.
 
 The engine's copy of the weights equals the policy only after `update_weights`. The trainer calls it after every update
-and after restoring a checkpoint, and checks the result with `trainable.rollout.logprob_mismatch`. For vLLM 0.32.
+and after restoring a checkpoint, and checks the result with `trainable.rollout.engine`. For vLLM 0.32.
 """
 
 import fcntl

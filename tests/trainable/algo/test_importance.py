@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainable.algo.importance import ImportanceCorrection, compute_importance_weights
+from trainable.algo.losses import ImportanceCorrection, compute_importance_weights
 
 LOGPROBS = st.floats(-20, 0)
 ROWS = st.lists(st.lists(st.tuples(LOGPROBS, LOGPROBS, st.booleans()), min_size=4, max_size=4), min_size=1, max_size=4)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies.algo import Sequences, examples, sequences
-from trainable.algo.kl_control import AdaptiveKLController, apply_kl_penalty
+from trainable.algo.losses import AdaptiveKLController, apply_kl_penalty
 
 
 def test_the_penalty_is_subtracted_on_trained_tokens_only() -> None:

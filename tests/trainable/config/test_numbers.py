@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from trainable.algo.batching import adjust_copy
-from trainable.algo.kl_control import AdaptiveKLController
+from trainable.algo.losses import AdaptiveKLController
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
 from trainable.config.setting_types import MAX_EPISODES, MAX_FLOAT, MAX_INTEGER, MIN_FLOAT

@@ -14,9 +14,16 @@ from tests.fakes.trainers import drop_times, make_quiet_trainer, replay_step, ru
 from tests.oracles import mutual_information as oracle
 from tests.trainable.diagnostics.conftest import Rollout
 from trainable.config.sections import CollapseDetectionConfig
-from trainable.diagnostics.collapse import Diagnosis, diagnose_episodes, is_due
+from trainable.diagnostics.collapse import (
+    Diagnosis,
+    ThoughtPairs,
+    diagnose_episodes,
+    is_due,
+    read_turns,
+    sample_first_turn_pairs,
+    sample_trajectory_pairs,
+)
 from trainable.diagnostics.gradient_analysis import DIAGNOSTICS
-from trainable.diagnostics.thoughts import ThoughtPairs, read_turns, sample_first_turn_pairs, sample_trajectory_pairs
 from trainable.language_model import TRAINER as LANGUAGE_MODEL
 from trainable.models.load import load_policy
 from trainable.models.qwen2 import Qwen2

@@ -8,14 +8,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.strategies.algo import examples
 from tests.trainable.diagnostics.conftest import Rollout
-from trainable.diagnostics.cross_scores import compute_cross_scores
-from trainable.diagnostics.thoughts import (
+from trainable.diagnostics.collapse import (
     Turn,
     compute_thought_coverage,
     read_turns,
     sample_first_turn_pairs,
     sample_trajectory_pairs,
 )
+from trainable.diagnostics.cross_scores import compute_cross_scores
 from trainable.envs.prompts import END_OF_MESSAGE
 from trainable.models.load import make_codec
 from trainable.rollout.episode import Episode, StopReason

@@ -33,7 +33,7 @@ from trainable.models.qwen2 import Qwen2
 from trainable.ppo import update
 from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, compute_at_trained_tokens, update_critic
-from trainable.rollout.batch import Batch, collate
+from trainable.rollout.episode import Batch, collate
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 

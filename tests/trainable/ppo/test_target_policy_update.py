@@ -22,7 +22,7 @@ from trainable.config.sections import ActorConfig
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo import update
 from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, compute_at_trained_tokens
-from trainable.rollout.batch import Batch, collate, make_update_order
+from trainable.rollout.episode import Batch, collate, make_update_order
 from trainable.runs.records import DEFAULT_STEP_COLUMNS
 
 TEMPERATURE, SIZE, ETA = 0.8, 4, 0.5

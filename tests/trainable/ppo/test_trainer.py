@@ -27,12 +27,11 @@ from trainable.config.choices import ADVANTAGE_ESTIMATORS
 from trainable.config.own_parts import PartFile, register_file
 from trainable.diagnostics.gradient_analysis import DIAGNOSTICS
 from trainable.models.qwen2 import Qwen2
-from trainable.ppo.recording import record_trained_episodes
+from trainable.ppo.evaluation import record_trained_episodes
 from trainable.ppo.targets import PreparedBatch, make_targets
 from trainable.ppo.trainer import PPOTrainer
-from trainable.rollout.batch import collate
 from trainable.rollout.engine import recompute_logprobs
-from trainable.rollout.episode import Episode
+from trainable.rollout.episode import Episode, collate
 from trainable.runs.records import DEFAULT_STEP_COLUMNS
 
 # ---------------------------------------------------------------------------- every setting takes a step
@@ -149,7 +148,7 @@ def test_the_row_has_known_columns_and_misses_only_what_was_not_measured() -> No
     settings = make_small_config(actor__use_kl_loss=True, trainer__total_training_steps=1)
     trainer = PPOTrainer(settings, diagnostics=DIAGNOSTICS)
     row = trainer.step().row
-    row = trainer.evaluate_final()[0].add_to_row(row)
+    row = trainer.evaluate_final(row)[0]
     # The torch engine shares the weights of the trainer, so that there is no mismatch to measure.
     engine = {
         "engine_mismatch_mean",

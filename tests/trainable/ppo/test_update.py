@@ -18,7 +18,7 @@ from trainable.models.interface import ValueModel
 from trainable.models.qwen2 import Qwen2, Qwen2Trunk
 from trainable.ppo import update
 from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, compute_at_trained_tokens, update_critic
-from trainable.rollout.batch import Batch, collate
+from trainable.rollout.episode import Batch, collate
 
 TEMPERATURE = 0.8
 CUT = {"ppo_mini_batch_size": 8, "ppo_micro_batch_size_per_gpu": 4, "grad_clip": 1e9}

@@ -15,8 +15,7 @@ from trainable.envs.prompts import END_OF_MESSAGE, Observation, format_reply, ma
 from trainable.envs.sokoban.board import Action, step
 from trainable.envs.sokoban.game import ACTION_NAMES, Sokoban
 from trainable.models.load import make_codec
-from trainable.rollout.batch import place_turn_rewards
-from trainable.rollout.episode import Episode, StopReason
+from trainable.rollout.episode import Episode, StopReason, place_turn_rewards
 from trainable.rollout.episode_loop import RolloutRequest, TurnPlayer, draw_luck
 from trainable.rollout.sampler import SampledReply, SamplingParams
 from trainable.tiny.policies import SOKOBAN_TINY

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from trainable.algo.importance import ImportanceCorrection, compute_importance_weights
-from trainable.rollout.logprob_mismatch import EngineMismatchError, check_mismatch, measure_mismatch
+from trainable.algo.losses import ImportanceCorrection, compute_importance_weights
+from trainable.rollout.engine import EngineMismatchError, check_mismatch, measure_mismatch
 from trainable.runs.failures import classify_failure
 
 LOGPROBS = st.floats(-20, 0)

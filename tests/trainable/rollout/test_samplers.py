@@ -14,9 +14,8 @@ from trainable.models.interface import LanguageModel
 from trainable.models.load import Policy, load_policy, make_codec
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.update import TokenFunction, compute_at_trained_tokens
-from trainable.rollout.batch import collate
 from trainable.rollout.compiled_sampler import CompiledSampler
-from trainable.rollout.episode import Episode, StopReason
+from trainable.rollout.episode import Episode, StopReason, collate
 from trainable.rollout.episode_loop import RolloutRequest, TurnPlayer
 from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler, sample_tokens

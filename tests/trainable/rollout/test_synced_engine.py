@@ -19,8 +19,7 @@ from trainable.models.lora import iter_hub_weights
 from trainable.ppo.evaluation import summarize_batch
 from trainable.ppo.phases import PhaseTimer
 from trainable.ppo.trainer import PPOTrainer
-from trainable.rollout.engine import CopySampler, SyncedEngine, iter_noisy_weights
-from trainable.rollout.logprob_mismatch import EngineMismatchError
+from trainable.rollout.engine import CopySampler, EngineMismatchError, SyncedEngine, iter_noisy_weights
 
 KL = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1}
 IN_TORCH = {"rollout__name": "torch", "model__compiled_passes": False}
@@ -254,9 +253,9 @@ def test_a_run_without_entropies_has_no_column_of_them() -> None:
     ]
     groups, timer = trainer.config.env.env_groups, PhaseTimer(trainer.device)
     batch, targets, _ = trainer.prepare_batch(episodes, groups, groups, np.random.default_rng(0), timer)
-    assert summarize_batch(batch, targets, episodes, has_values=True, has_entropies=False).entropy is None
+    assert summarize_batch(batch, targets, episodes, has_values=True, has_entropies=False)["entropy"] is None
     # A NaN of another cause is not hidden.
-    assert math.isnan(summarize_batch(batch, targets, episodes, has_values=True).entropy or 0.0)
+    assert math.isnan(summarize_batch(batch, targets, episodes, has_values=True)["entropy"] or 0.0)
 
 
 class SleepingSampler(CopySampler):

@@ -9,17 +9,17 @@ from torch import Tensor
 
 from tests.fakes.trainers import copy_weights, make_quiet_trainer
 from tests.fakes.trials import find_newest_checkpoint, get_rows, start_trial
-from trainable.backend.torch_backend import TorchBackend
-from trainable.ppo.trainer import PPOTrainer
-from trainable.rollout.logprob_mismatch import measure_mismatch
-from trainable.runs.checkpoint import read_checkpoint
-from trainable.runs.failures import NON_FINITE, NonFiniteError, classify_failure
-from trainable.runs.nonfinite import (
+from trainable.backend.meter import (
     check_finite,
     find_nonfinite_gradients,
     find_nonfinite_losses,
     find_nonfinite_weights,
 )
+from trainable.backend.torch_backend import TorchBackend
+from trainable.ppo.trainer import PPOTrainer
+from trainable.rollout.engine import measure_mismatch
+from trainable.runs.checkpoint import read_checkpoint
+from trainable.runs.failures import NON_FINITE, NonFiniteError, classify_failure
 
 LAYER = "model.layers.0.mlp.up_proj.weight"
 

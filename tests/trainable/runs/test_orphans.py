@@ -7,8 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trainable.files.run_marks import MARK_ENV
-from trainable.runs.orphans import make_ray_mark, terminate_orphans
+from trainable.runs.orphans import MARK_ENV, make_ray_mark, terminate_orphans
 
 IGNORES_SIGTERM = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
