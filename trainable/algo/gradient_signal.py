@@ -48,8 +48,6 @@ def assign_quantile_buckets(scores: Tensor, max_buckets: int = 6) -> Tensor:
 
     Source: published code (RAGEN `split_into_buckets`, mode quantile).  Degenerate: no groups give an empty result.
     """
-    if max_buckets < 1:
-        raise ValueError(f"max_buckets is {max_buckets}; it must be at least 1, such as 6.")
     num_groups = len(scores)
     num_buckets = min(max_buckets, num_groups)
     # The inverse of the sorting permutation.
@@ -85,8 +83,6 @@ def split_folds(group_ids: Tensor, num_folds: int, generator: torch.Generator) -
 
     Returns int64, shape of `group_ids`, from 0 to K − 1; no fold is empty.
 
-    Raises ValueError if `num_folds` is below 1.
-
     Example:
         >>> folds = split_folds(torch.tensor([5, 5, 9]), 2, torch.Generator().manual_seed(0)).tolist()
         >>> folds[0] == folds[1], sorted(set(folds))
@@ -94,8 +90,6 @@ def split_folds(group_ids: Tensor, num_folds: int, generator: torch.Generator) -
 
     Source: definition.  Degenerate: no entries give an empty result.
     """
-    if num_folds < 1:
-        raise ValueError(f"num_folds is {num_folds}; it must be at least 1, and at least 3 for an interval.")
     # Deal a permutation out in turn: random, but with fold sizes that differ by at most one.
     groups, group_index = torch.unique(group_ids, return_inverse=True)
     order = torch.randperm(len(groups), generator=generator).to(group_index.device)
@@ -160,8 +154,7 @@ def count_sketch(tensors: Iterable[Tensor], size: int, seed: int) -> Tensor:
             # One draw gives both: the last bit is the sign, and the others are the slot.
             slots_and_signs = torch.randint(2 * size, chunk.shape, generator=generator, device=chunk.device)
             sketch.index_add_(0, slots_and_signs >> 1, torch.where(slots_and_signs & 1 == 1, chunk, -chunk).double())
-    if sketch is None:
-        raise ValueError("There is nothing to sketch: `tensors` is empty.")
+    assert sketch is not None
     return sketch
 
 
@@ -199,8 +192,6 @@ def estimate_gradient_signal(
     gram: (K, K) products of the fold gradients. counts: (K,) above 0, the contribution of each fold to the divisor of
     the mean; None for equal folds. confidence_level: of the interval, in (0, 1).
 
-    Raises ValueError if the shapes do not match, or a count is not above 0.
-
     Example:
         Folds x_0 = (1, 0) and x_1 = (1, 2) have mean (1, 1), so |G|² = 2, and differ from it by (0, ∓1).
 
@@ -214,8 +205,6 @@ def estimate_gradient_signal(
     rounding error, and the ratio and its interval become NaN. The interval is also NaN for K < 3, or if leaving out a
     fold leaves no noise.
     """
-    if gram.dim() != 2 or len(gram) != gram.shape[1]:
-        raise ValueError(f"gram has shape {tuple(gram.shape)}; it must be (K, K), such as gram[:, c, :, c].")
     # The helpers take rows of fold weights: here one row with all folds, in the jackknife one row per left-out fold.
     products, weights = gram.double(), _compute_fold_weights(counts, len(gram), gram)
     squared_norm, noise = _estimate_norm_and_noise(products, weights[None])
@@ -384,11 +373,6 @@ def _compute_fold_weights(counts: Tensor | None, num_folds: int, reference: Tens
     """Compute the weight of each fold in the mean, (K,) float64, on the device of `reference`."""
     if counts is None:
         return torch.full((num_folds,), 1 / num_folds, dtype=torch.float64, device=reference.device)
-    if counts.shape != (num_folds,) or not bool((counts > 0).all()):
-        raise ValueError(
-            f"counts are {counts.tolist()} for {num_folds} folds; there must be one above 0 for each. "
-            "Leave a fold without trained tokens out of the Gram matrix."
-        )
     counts64 = counts.to(reference.device, torch.float64)
     return counts64 / counts64.sum()
 

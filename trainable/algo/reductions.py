@@ -7,7 +7,7 @@ Loss aggregations are linear in the loss, so each is a weight per token, and the
 import torch
 from torch import Tensor
 
-from trainable.algo.names import LOSS_AGG_MODES, TOKEN_MEANS
+from trainable.algo.names import TOKEN_MEANS
 
 VARIANCE_FLOOR = 1e-8  # verl 0.6.1 adds this to the variance, so that equal values are not divided by 0
 
@@ -86,14 +86,6 @@ def compute_loss_weights(
     Degenerate: the two sequence means exclude sequences without trained tokens, but a micro-batch without trained
     tokens counts in the divisor. An empty mask gives zero weights.
     """
-    if mode not in LOSS_AGG_MODES:
-        raise ValueError(f"loss_agg_mode is {mode!r}; it must be one of {', '.join(LOSS_AGG_MODES)}.")
-    if micro_batch_size is not None and micro_batch_size < 1:
-        raise ValueError(f"micro_batch_size is {micro_batch_size}; it must be at least 1, or None for one batch.")
-    if padded_length is not None and padded_length < 1:
-        raise ValueError(
-            f"padded_length is {padded_length}; it must be at least 1 token, or None for the mask's width."
-        )
     whole = max(len(mask), 1)
     micro_batches = torch.split(mask.float(), whole if mode == "token-mean-global" else micro_batch_size or whole)
     weights = [_compute_micro_batch_weights(trained, mode, padded_length) for trained in micro_batches]

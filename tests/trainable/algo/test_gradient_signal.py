@@ -343,17 +343,6 @@ def test_a_gradient_that_is_not_finite_gives_numbers_that_are_not() -> None:
     assert all(math.isnan(number) for number in estimate_signal(x))
 
 
-@pytest.mark.parametrize("counts", [[1.0, 2.0], [1.0, 0.0, 2.0], [1.0, -1.0, 2.0], [1.0, math.nan, 2.0]])
-def test_counts_that_do_not_fit_are_refused(counts: list[float]) -> None:
-    with pytest.raises(ValueError, match="for 3 folds; there must be one above 0 for each"):
-        estimate_signal(torch.ones(3, 2), counts)
-
-
-def test_a_gram_matrix_of_several_components_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"gram has shape \(3, 2, 3, 2\); it must be \(K, K\)"):
-        estimate_gradient_signal(compute_fold_gram([torch.ones(3, 2, 4)]))
-
-
 # Folds
 
 
@@ -379,11 +368,8 @@ def test_every_split_of_the_groups_comes_up_and_the_generator_decides() -> None:
     assert repeated_splits[0] == repeated_splits[1]
 
 
-def test_no_groups_give_no_folds_and_no_fold_is_refused() -> None:
-    generator = torch.Generator()
-    assert split_folds(torch.zeros(0, dtype=torch.long), 4, generator).tolist() == []
-    with pytest.raises(ValueError, match="num_folds is 0; it must be at least 1"):
-        split_folds(torch.arange(3), 0, generator)
+def test_no_groups_give_no_folds() -> None:
+    assert split_folds(torch.zeros(0, dtype=torch.long), 4, torch.Generator()).tolist() == []
 
 
 # The published norm

@@ -1,5 +1,4 @@
 import math
-from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -303,24 +302,3 @@ def test_the_control_is_reproduced_by_its_generator_and_moves_nothing() -> None:
 
 
 # ---------------------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (0, 2), (0, 0)])
-@pytest.mark.parametrize("measure", [measure_information, measure_retrieval, measure_control])
-def test_one_prompt_or_no_thought_is_refused(
-    measure: Callable[[ScoredThoughts], object], shape: tuple[int, int]
-) -> None:
-    rows, columns = shape
-    own_columns = torch.zeros(rows, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"at least 1 thought and 2 prompts.*Leave out the diagnostics"):
-        measure(ScoredThoughts(torch.zeros(shape), torch.ones(rows), own_columns, torch.arange(columns)))
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_scores_that_are_not_finite_are_refused(value: float) -> None:
-    thoughts = make_separable_thoughts(3)
-    thoughts.sums[1, 2] = value
-    with pytest.raises(ValueError, match="not finite"):
-        measure_information(thoughts)
-    with pytest.raises(ValueError, match="not finite"):
-        measure_retrieval(thoughts)
