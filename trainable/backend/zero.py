@@ -96,7 +96,6 @@ class ZeroBackend:
         """
         self.engine.step()  # DeepSpeed checks for non-finite values and skips on all ranks
         if self.engine.was_step_applied():
-            self.weights.after_step()
             meter.record_step(float(self.engine.get_global_grad_norm()), norm_column)
         else:
             # DeepSpeed does not tell which gradients are not finite.

@@ -39,6 +39,8 @@ class ReplicatedWeights:
         """Gather a full weight of `trained_networks` in float32, or one of its moments, from all ranks."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+        if moment is not None:
+            self._link_moments()
         tensor: Tensor = (
             safe_get_full_fp32_param(weight) if moment is None else safe_get_full_optimizer_state(weight, moment)
         )
@@ -50,6 +52,7 @@ class ReplicatedWeights:
 
         value = torch.zeros_like(weight) if value is None else value.to(weight.device)
         if moment is not None:
+            self._link_moments()
             safe_set_full_optimizer_state(weight, value, moment)
             return
         # A weight has two copies: the optimizer's, which is sharded, and the full one for passes.
@@ -71,15 +74,14 @@ class ReplicatedWeights:
         # A sum over all weights, times 0, so that every weight gets a gradient of 0.
         self.engine.backward(self.engine(lambda: torch.stack([0 * weight.sum() for weight in weights]).sum()))
         self.engine.step()
-        self.after_step()
         for group, learning_rate in zip(groups, learning_rates, strict=True):
             group["lr"] = learning_rate
 
-    def after_step(self) -> None:
-        """Link the moments of every parameter group to its weights, once, after a step.
+    def _link_moments(self) -> None:
+        """Link the moments of every parameter group to its weights, once. They must exist, that is, after a step.
 
-        DeepSpeed 0.19 does this only once, when only the first group has moments. `read_full` and `write_full` find the
-        moments of a weight through these links.
+        DeepSpeed 0.19 does this only once, when only the first group has moments. Its functions find the moments of a
+        weight through these links.
         """
         zero_optimizer = self.engine.optimizer
         if not self.has_linked_moments and len(zero_optimizer.optimizer.param_groups) > 1:
@@ -181,9 +183,6 @@ class ShardedWeights:
         for weight in zero_optimizer.fp32_partitioned_groups_flat:
             moments = {moment: torch.zeros_like(weight.detach()) for moment in MOMENTS}
             zero_optimizer.optimizer.state[weight] = {"step": torch.tensor(0.0), **moments}
-
-    def after_step(self) -> None:
-        """Do nothing: in stage 3, moments are looked up in DeepSpeed's tables and need no links."""
 
     def find_nonfinite(self) -> list[str]:
         """Check the shards of all ranks."""
