@@ -202,9 +202,8 @@ def diagnose_episodes(
     """Diagnose all episodes of a step, before the filter, with the policy that played them.
 
     A sample has no quantities, and its averages stay unchanged, if it has no thought, fewer than two different prompts,
-    or a non-finite score. (The published code also scores two groups with equal first prompts.) Prompts after which the
-    sample's longest thought would exceed the model's context are left out, together with their thoughts. This is rare,
-    because a rollout leaves enough context for a full reply after every prompt except the first.
+    or a non-finite score. (The published code also scores two groups with equal first prompts.) The context of
+    the model fits every thought after every prompt, since a rollout leaves room for a full reply after each.
 
     model: the policy before the step's update. Its weights, gradients and mode are unchanged. averages: the
     `Diagnosis.averages` of the previous diagnosis, or {}. rng: each sample draws from a separate child, so that
@@ -272,7 +271,7 @@ def _compute_quantities(
     model: LanguageModel, sample: _Sample, averages: MovingAverages | None, world: World
 ) -> tuple[dict[str, float], MovingAverages] | None:
     """Compute a sample's quantities, by published names, and its next averages; None if it cannot be measured."""
-    pairs = _drop_overlong(sample.pairs, model.shape.max_position_embeddings)
+    pairs = sample.pairs
     # With a single prompt, I(X; Z) is 0 and every retrieval is correct for any policy.
     if not len(pairs.own_columns) or len(np.unique(pairs.classes)) < 2:
         return None
@@ -291,16 +290,3 @@ def _compute_quantities(
         **compute_retrieval_metrics(logprob_sums, own_columns, classes),
         "retrieval_shuffled": shuffled_accuracy,
     }, next_averages
-
-
-def _drop_overlong(pairs: ThoughtPairs, context: int) -> ThoughtPairs:
-    """Drop prompts after which some thought would not fit into `context` tokens, and their thoughts."""
-    longest_thought = max((len(thought) for thought in pairs.thoughts), default=0)
-    is_fitting = np.array([len(prompt) + longest_thought <= context for prompt in pairs.prompts], dtype=bool)
-    columns, rows = np.flatnonzero(is_fitting), np.flatnonzero(is_fitting[pairs.own_columns])
-    return ThoughtPairs(
-        tuple(pairs.prompts[column] for column in columns),
-        tuple(pairs.thoughts[row] for row in rows),
-        (np.cumsum(is_fitting) - 1)[pairs.own_columns[rows]],  # numbers of the remaining columns
-        pairs.classes[columns],
-    )

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from trainable.algo.losses import estimate_kl
-from trainable.algo.reductions import masked_mean
-from trainable.algo.trees import compute_tree_weights
+from trainable.algo.reductions import compute_tree_weights, masked_mean
 from trainable.config.sections import AlgorithmConfig
 from trainable.envs.environment import Level, LevelSource
 from trainable.models.codec import Codec

@@ -17,8 +17,7 @@ from trainable.algo.advantages import (
 )
 from trainable.algo.filters import ZERO_SCORE, Rule, compute_group_scores, parse_rule, select_groups
 from trainable.algo.losses import apply_kl_penalty
-from trainable.algo.reductions import masked_whiten
-from trainable.algo.trees import compute_tree_weights
+from trainable.algo.reductions import compute_tree_weights, masked_whiten
 from trainable.config.choices import ADVANTAGE_ESTIMATORS, FILTER_STRATEGIES
 from trainable.config.own_parts import get_part
 from trainable.config.sections import AlgorithmConfig, FilterConfig

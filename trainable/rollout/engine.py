@@ -58,15 +58,13 @@ class LogprobMismatch(NamedTuple):
 def measure_mismatch(trainer_logprobs: Tensor, engine_logprobs: Tensor, step: int) -> LogprobMismatch:
     """Compare log-probs (N,) of the same N >= 1 tokens, sampled in `step` at the same temperature.
 
-    Raises NonFiniteError if log-probs are not finite, since this is not a mismatch, and ValueError without tokens.
+    Raises NonFiniteError if log-probs are not finite, since this is not a mismatch.
     """
     log_probs = {"trainer": trainer_logprobs, "engine": engine_logprobs}
     names = [name for name, values in log_probs.items() if not bool(torch.isfinite(values).all())]
     if names:
         raise NonFiniteError(f"log-probs of the {' and the '.join(names)} were not finite at step {step}")
     difference = trainer_logprobs.double() - engine_logprobs.double()
-    if not len(difference):
-        raise ValueError("There are no sampled tokens to compare: give at least one episode with a reply.")
     # Subtract the maximum to prevent overflow. A common factor does not change the effective sample size.
     weights = (difference - difference.max()).exp()
     return LogprobMismatch(

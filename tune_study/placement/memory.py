@@ -207,7 +207,7 @@ def _list_pass_allocations(shape: ModelShape, config: RunConfig) -> list[Allocat
         compute_cast_bytes(shape, name, config, with_gradients=True) + unpacked for name in ("critic", "policy")
     )
     if shards_weights(config):
-        # Passes without gradients gather a network, linear layers of blocks in their dtype (`backend.zero_weights`),
+        # Passes without gradients gather a network, linear layers of blocks in their dtype (`backend.zero`),
         # and copy the head. In passes with gradients, DeepSpeed holds a limited number of gathered weights.
         parameters = model_size.count_trained_parameters(shape, config)["policy"]
         block_parameters = model_size.count_block_parameters(shape)

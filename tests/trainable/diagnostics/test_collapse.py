@@ -2,7 +2,6 @@ import json
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,6 @@ from trainable.language_model import TRAINER as LANGUAGE_MODEL
 from trainable.models.load import load_policy
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
-from trainable.rollout.episode import Episode
 from trainable.runs.collapse_quantities import EXTRA_QUANTITIES, QUANTITIES
 from trainable.runs.records import DEFAULT_STEP_COLUMNS, STEP_COLUMNS, TIME_COLUMNS
 
@@ -361,58 +359,3 @@ def test_scores_that_are_not_finite_are_left_out(rollout: Rollout) -> None:
 def test_step_1_and_every_so_many_are_due(freq: int, first_turn: bool, multi_turn: bool, due: list[int]) -> None:
     settings = CollapseDetectionConfig(compute_freq=freq, first_turn_enabled=first_turn, multi_turn_enabled=multi_turn)
     assert [step for step in range(1, 11) if is_due(step, settings)] == due
-
-
-# ---------------------------------------------------------------------------- the model's context
-
-
-def limit_context(rollout: Rollout, tokens: int) -> Rollout:
-    """Return the rollout with a copy of its policy that has a context of `tokens`."""
-    model = Qwen2(replace(rollout.model.shape, max_position_embeddings=tokens))
-    model.load_state_dict(rollout.model.state_dict())
-    return rollout._replace(model=model)
-
-
-def lengthen(episode: Episode, count: int) -> Episode:
-    """Prepend `count` copies of the first token to the episode."""
-    return episode._replace(
-        tokens=np.concatenate((np.repeat(episode.tokens[:1], count), episode.tokens)),
-        mask=np.concatenate((np.zeros(count, dtype=bool), episode.mask)),
-        turns=np.concatenate((np.zeros(count, dtype=np.int64), episode.turns)),
-    )
-
-
-def select_fitting_pairs(pairs: ThoughtPairs, context: int) -> ThoughtPairs:
-    """Select the pairs whose prompt leaves room for the longest thought."""
-    longest = max(len(thought) for thought in pairs.thoughts)
-    columns = [number for number, prompt in enumerate(pairs.prompts) if len(prompt) + longest <= context]
-    rows = [row for row, column in enumerate(pairs.own_columns.tolist()) if column in columns]
-    return ThoughtPairs(
-        tuple(pairs.prompts[column] for column in columns),
-        tuple(pairs.thoughts[row] for row in rows),
-        np.array([columns.index(pairs.own_columns[row]) for row in rows]),
-        pairs.classes[columns],
-    )
-
-
-@pytest.mark.long
-def test_prompts_without_room_for_the_longest_thought_are_left_out(rollout: Rollout) -> None:
-    long_rollout = rollout._replace(
-        episodes=[lengthen(episode, 60 * (episode.group == 1)) for episode in rollout.episodes]
-    )
-    for sample, pairs in draw_pairs(long_rollout).items():
-        longest = max(len(thought) for thought in pairs.thoughts)
-        sizes = sorted({len(prompt) + longest for prompt in pairs.prompts})
-        fitting_context, exceeding_context = sizes[-2:]
-        expected = compute_literal_quantities(long_rollout.model, select_fitting_pairs(pairs, fitting_context))
-        assert 2 <= len(select_fitting_pairs(pairs, fitting_context).prompts) < len(pairs.prompts)
-        for context in (fitting_context, exceeding_context - 1):
-            assert_quantities_close(select_sample(diagnose(limit_context(long_rollout, context)).row, sample), expected)
-        assert_quantities_close(
-            select_sample(diagnose(limit_context(long_rollout, exceeding_context)).row, sample),
-            compute_literal_quantities(long_rollout.model, pairs),
-        )
-
-
-def test_a_context_without_room_for_any_prompt_gives_no_quantities(rollout: Rollout) -> None:
-    assert diagnose(limit_context(rollout, 8)).row.keys() == COVERAGE_COLUMNS | FIRST_TURN_COUNTS | TIME_NAMES
