@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ def update(trainer: PPOTrainer, episodes: list[Episode]) -> tuple[dict[str, Any]
     prepared = trainer._prepare_selected(selection, phases)
     critic, policy = trainer._update_critic(prepared, phases), trainer._update_policy(prepared, phases)
     summary = trainer._end_update(prepared, critic, policy, plan_step(trainer.step_index, trainer.config), phases)
-    return asdict(summary), torch.cat([weight.detach().flatten().cpu() for weight in weights]) - old_weights
+    return summary, torch.cat([weight.detach().flatten().cpu() for weight in weights]) - old_weights
 
 
 def compute_relative_error(values: Tensor, expected: Tensor) -> float:

@@ -56,13 +56,6 @@ def assert_scores_close(scores: Tensor, expected: Tensor) -> None:
 # ---------------------------------------------------------------------------- scores
 
 
-def test_scores_are_those_of_the_whole_sequences(model: Qwen2) -> None:
-    rng = np.random.default_rng(0)
-    prompts, thoughts = draw_sequences(rng, 5, 40), [*draw_sequences(rng, 6, 12), *draw_similar_sequences(rng, 6, 6)]
-    scores = compute_cross_scores(model, prompts, thoughts)
-    assert_scores_close(scores, score_naively(model, prompts, thoughts))
-
-
 @draw_examples(40)
 @given(st.integers(0, 2**32 - 1))
 def test_any_lengths_beginnings_repeats_and_limits_give_the_same_scores(seed: int) -> None:
@@ -118,18 +111,6 @@ def test_each_prompt_and_each_beginning_runs_once_and_no_last_token_does(grouped
     assert record_pass_sizes(grouped_model, prompts, thoughts) == [2 * 3, 2 * 2]
     assert record_pass_sizes(grouped_model, prompts * 3, thoughts * 5) == [2 * 3, 2 * 2]
     assert record_pass_sizes(grouped_model, prompts, [[3], [4]]) == [2 * 3]
-
-
-def test_repeated_prompts_and_thoughts_repeat_their_scores(grouped_model: Qwen2) -> None:
-    rng = np.random.default_rng(1)
-    prompts, thoughts = draw_sequences(rng, 3, 9), draw_sequences(rng, 4, 6)
-    scores = compute_cross_scores(grouped_model, prompts, thoughts)
-    repeated_scores = compute_cross_scores(
-        grouped_model, [prompts[n] for n in (2, 0, 0, 1)], [thoughts[n] for n in (3, 3, 0, 2, 1)]
-    )
-    assert torch.equal(repeated_scores[0], repeated_scores[1])
-    assert torch.equal(repeated_scores[:, 1], repeated_scores[:, 2])
-    assert_scores_close(repeated_scores, scores[[3, 3, 0, 2, 1]][:, [2, 0, 0, 1]])
 
 
 @pytest.mark.parametrize("max_tokens", [1, 7, 30, 100])

@@ -193,27 +193,6 @@ def test_ranks_that_share_out_a_groups_rollouts_sum_to_the_same_gradient(size: i
             assert results[0][1].compute_means()[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-def test_tpo_targets_are_the_sequence_weights_of_the_mini_batch() -> None:
-    actor = ActorUpdate(
-        MODEL, TorchBackend("actor_optimizer", {}, Recorder(MODEL.parameters()), 1.0), ActorConfig(**CUT), TEMPERATURE
-    )
-    rows = ORDER[:8]
-    tpo_targets = actor.make_tpo_targets(BATCH, make_update_targets(), rows, Meter())
-    logprobs = compute_at_trained_tokens(BATCH, 3, TokenFunction.for_logprobs(MODEL, TEMPERATURE)).double().sum(1)
-    old_logprobs = (BATCH.logprobs.double() * BATCH.mask).sum(1)
-    loss = target_policy_loss(logprobs[rows], old_logprobs[rows], SKILLS[rows], BATCH.group_ids[rows], ETA)
-    assert tpo_targets.sequence_weights is not None
-    torch.testing.assert_close(tpo_targets.sequence_weights[rows], loss.sequence_weights.float())
-    assert tpo_targets.sequence_weights[rows].abs().max() > 0.01
-    assert not tpo_targets.sequence_weights[ORDER[8:]].any()
-    # Advantages remain the skills, and a pass gets the weights of its own rows.
-    for tensor, expected in zip(tpo_targets[:4], make_update_targets()[:4], strict=True):
-        assert torch.equal(tensor, expected)
-    pass_targets = tpo_targets.select_rows(rows[2:5], 3)
-    assert torch.equal(pass_targets.sequence_weights, tpo_targets.sequence_weights[rows[2:5]])
-    assert make_update_targets().select_rows(rows, 3).sequence_weights is None
-
-
 def test_a_mini_batch_that_splits_a_group_is_refused() -> None:
     with pytest.raises(ValueError, match=r"splits a group.* use `make_update_order\(batch, needs_whole_groups=True\)`"):
         run_update(MODEL, order=torch.arange(3 * SIZE))

@@ -273,24 +273,6 @@ def test_copies_count_as_trained_tokens() -> None:
     assert row["optimizer_steps"] == 1
 
 
-# The published flow (8 groups of 16, mini-batch 32) at a quarter of its size: groups kept -> batch, optimizer steps.
-@pytest.mark.parametrize(
-    ("groups_kept", "batch_size", "optimizer_steps"),
-    [(8, 32, 4), (7, 32, 4), (6, 24, 3), (5, 24, 3), (4, 16, 2), (3, 16, 2), (2, 8, 1), (1, 8, 1)],
-)
-def test_optimizer_steps_by_groups_kept(groups_kept: int, batch_size: int, optimizer_steps: int) -> None:
-    trainer = make_quiet_trainer(
-        env__env_groups=8,
-        actor__ppo_mini_batch_size=8,
-        critic__ppo_mini_batch_size=8,
-        rollout__response_length=6,
-        filter__rollout_filter_strategy="top_k_abs",
-        filter__rollout_filter_value=groups_kept,
-    )
-    (row,) = run_steps(trainer, 1)
-    assert (row["groups_kept"], row["batch_size"], row["optimizer_steps"]) == (groups_kept, batch_size, optimizer_steps)
-
-
 def test_the_batch_is_a_multiple_of_the_groups_too() -> None:
     trainer = make_quiet_trainer(
         env__env_groups=3, filter__rollout_filter_strategy="top_k_abs", filter__rollout_filter_value=2

@@ -132,15 +132,6 @@ def test_a_draw_is_that_of_the_torch_sampler(logits: list[float], temperature: f
     assert entropy == pytest.approx(expected_entropy, rel=1e-5, abs=1e-5)
 
 
-def test_a_token_without_probability_is_never_drawn() -> None:
-    impossible = -np.inf
-    logits = [impossible, 0.0, impossible, 0.0, impossible]
-    draws = [draw_compiled(logits, 1.0, uniform)[0] for uniform in (0.0, 0.499, 0.501, BELOW_ONE)]
-    assert draws == [1, 1, 3, 3]
-    # A probability below the smallest normal number of float32 counts as no probability.
-    assert [draw_compiled([-200.0, 0.0, -200.0], 1.0, uniform)[0] for uniform in (0.0, BELOW_ONE)] == [1, 1]
-
-
 # ---------------------------------------------------------------------------- conversations of many shapes
 
 

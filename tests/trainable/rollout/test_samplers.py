@@ -232,23 +232,6 @@ def test_first_tokens_follow_the_model(model: Qwen2, sampler: Sampler) -> None:
     assert stats.chisquare(counts, 4000 * probs / probs.sum()).pvalue > 0.01
 
 
-def test_greedy_replies_are_those_of_transformers_generate(model: Qwen2, sampler: Sampler) -> None:
-    script = [(range(3), OBSERVATIONS[:3])]
-    turns = run_conversation(sampler, PROMPTS, 1, script, temperature=0.0, length=12)
-    twin = make_hub_twin(model)
-    for row in range(3):
-        for context, reply in list_contexts(turns, 1, script, row):
-            generated = twin.generate(
-                torch.tensor([context]),
-                attention_mask=torch.ones(1, len(context), dtype=torch.long),
-                do_sample=False,
-                max_new_tokens=12,
-                eos_token_id=STOP,
-                pad_token_id=0,
-            )
-            assert reply.token_ids.tolist() == generated[0, len(context) :].tolist()
-
-
 # ---------------------------------------------------------------------------- the shipped model at play
 
 

@@ -49,13 +49,6 @@ def test_what_was_written_is_read_bit_for_bit(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "a" / "b" / "state").iterdir()) == sorted(FILES)
 
 
-def test_a_later_checkpoint_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        write_step(tmp_path / "state", step)
-        assert has_step(tmp_path / "state", step)
-        assert [path.name for path in tmp_path.iterdir()] == ["state"]
-
-
 def test_nothing_is_pickled(tmp_path: Path) -> None:
     write_step(tmp_path / "state")
     for name in FILES:
