@@ -23,10 +23,7 @@ from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import TokenFunction
 from trainable.rollout.episode import Episode
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU")]
 LOSSES = ("pg_loss", "entropy_loss", "kl_loss", "vf_loss", "actor_grad_norm", "critic_grad_norm")
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "gpu_step.py"
 

@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 
 from tests.oracles import algo as oracle
 from tests.strategies.algo import examples, matrix, numbers, score_vectors
-from trainable.algo.filters import (
-    Rule,
-    compute_filter_loss_scale,
-    compute_group_scores,
-    parse_rule,
-    select_groups,
-)
+from trainable.algo.filters import Rule, compute_filter_loss_scale, compute_group_scores, parse_rule, select_groups
 
 
 def list_kept_groups(scores: list[float], rule: Rule, **options: bool) -> list[int]:

@@ -92,14 +92,6 @@ def test_where_all_rows_fit_the_numbers_are_bit_for_bit_those_of_whole_logits(el
     assert all(torch.equal(actual_tensor, expected_tensor) for actual_tensor, expected_tensor in pairs)
 
 
-@pytest.mark.parametrize("elements", [1, 3 * VOCABULARY, 4 * VOCABULARY + 6, (ROWS - 1) * VOCABULARY])
-def test_chunks_that_do_not_divide_the_rows_change_nothing(elements: int) -> None:
-    case = Case(1, dtype=torch.float32)
-    statistics, expected = case.compute_statistics(elements), case.compute_statistics(None)
-    assert_close(statistics, expected, 1e-6)
-    assert_close(case.compute_gradients(statistics), case.compute_gradients(expected), 1e-5)
-
-
 @pytest.mark.parametrize("elements", [3 * VOCABULARY, None])
 def test_gradcheck_of_every_number(elements: int | None) -> None:
     case = Case(2, rows=5)

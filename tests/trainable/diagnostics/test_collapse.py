@@ -11,6 +11,7 @@ from tests.fakes.scripted import make_small_config
 from tests.fakes.trainers import drop_times, make_quiet_trainer, replay_step
 from tests.oracles import mutual_information as oracle
 from tests.trainable.diagnostics.conftest import Rollout
+from tests.trainable.diagnostics.test_cross_scores import score_naively
 from trainable.config.sections import CollapseDetectionConfig
 from trainable.diagnostics.collapse import (
     Diagnosis,
@@ -60,22 +61,15 @@ def draw_pairs(rollout: Rollout, seed: int = 0) -> dict[str, ThoughtPairs]:
     }
 
 
-def score_full_sequences(model: Qwen2, pairs: ThoughtPairs) -> list[list[float]]:
-    """Compute the log-prob of every thought after every prompt, each pair as one full sequence."""
-    return [[_score(model, prompt, thought) for prompt in pairs.prompts] for thought in pairs.thoughts]
-
-
-def _score(model: Qwen2, prompt: np.ndarray, thought: np.ndarray) -> float:
-    sequence = torch.from_numpy(np.concatenate((prompt, thought)))[None]
-    with torch.no_grad():
-        states = model.model.compute_hidden_states(sequence, torch.arange(len(prompt) - 1, sequence.shape[1] - 1))
-        log_probs = model.lm_head(states).log_softmax(-1).double()
-    return float(log_probs.gather(-1, torch.from_numpy(thought)[:, None]).sum())
+def score_pairs(model: Qwen2, pairs: ThoughtPairs) -> list[list[float]]:
+    prompts, thoughts = ([tokens.tolist() for tokens in sequences] for sequences in (pairs.prompts, pairs.thoughts))
+    scores: list[list[float]] = score_naively(model, prompts, thoughts).tolist()
+    return scores
 
 
 def compute_literal_quantities(model: Qwen2, pairs: ThoughtPairs) -> dict[str, float]:
     """Compute every quantity of a first diagnosis except the control, from full sequences and slow formulas."""
-    sums, own_columns, classes = score_full_sequences(model, pairs), pairs.own_columns.tolist(), pairs.classes.tolist()
+    sums, own_columns, classes = score_pairs(model, pairs), pairs.own_columns.tolist(), pairs.classes.tolist()
     quantities = oracle.mutual_information(sums, [len(thought) for thought in pairs.thoughts], own_columns)
     return {**quantities, **compute_smoothed([quantities]), **oracle.retrieval(sums, own_columns, classes)}
 
@@ -135,9 +129,7 @@ def test_the_shuffled_control_has_its_expected_accuracy(rollout: Rollout, sample
     pairs = draw_pairs(partial_rollout)[sample]
     classes = pairs.classes.tolist()
     own_classes = [classes[column] for column in pairs.own_columns]
-    predicted_classes = [
-        classes[oracle.select_top_k(scores, 1)[0]] for scores in score_full_sequences(rollout.model, pairs)
-    ]
+    predicted_classes = [classes[oracle.select_top_k(scores, 1)[0]] for scores in score_pairs(rollout.model, pairs)]
     expected = (
         sum(predicted_classes.count(class_id) * own_classes.count(class_id) for class_id in set(classes))
         / len(own_classes) ** 2

@@ -87,8 +87,7 @@ def test_arrays_have_the_scores_of_lists(grouped_model: Qwen2) -> None:
     prompts, thoughts = [[1, 2], [3]], [[4, 5], [6]]
     arrays = [[np.array(tokens) for tokens in sequences] for sequences in (prompts, thoughts)]
     assert torch.equal(
-        compute_cross_scores(grouped_model, *arrays),
-        compute_cross_scores(grouped_model, prompts, thoughts),
+        compute_cross_scores(grouped_model, *arrays), compute_cross_scores(grouped_model, prompts, thoughts)
     )
 
 
@@ -209,9 +208,4 @@ def test_scores_of_ranks_sum_to_all_scores(grouped_model: Qwen2, size: int) -> N
     ]
     num_ranks = torch.stack([scores != 0 for scores in rank_scores]).sum(0)
     assert bool((num_ranks == 1).all())  # each pair is scored by exactly one rank
-    torch.testing.assert_close(
-        torch.stack(rank_scores).sum(0),
-        all_scores,
-        rtol=1e-5,
-        atol=1e-5,
-    )
+    torch.testing.assert_close(torch.stack(rank_scores).sum(0), all_scores, rtol=1e-5, atol=1e-5)

@@ -240,13 +240,6 @@ def test_an_end_right_after_abandoned_lines_is_contained(path: Path) -> None:
         append_all(path, RECORDS)
 
 
-def test_all_lines_can_be_abandoned(path: Path) -> None:
-    end = abandon_lines(path, LineEnd(), read_lines(path).end)
-    assert read_lines(path).records == []
-    append_line(path, {"step": 1}, end)
-    assert read_lines(path).records == [{"step": 1}]
-
-
 def test_rewritten_lines_form_a_chain_of_their_own(path: Path) -> None:
     write_lines(path, RECORDS[1:])
     lines = read_lines(path)

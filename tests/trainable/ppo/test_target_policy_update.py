@@ -2,17 +2,18 @@
 
 import copy
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.fakes.scripted import make_episode, make_hub_twin, make_qwen2_shape, make_random_model, make_small_config
 from tests.fakes.trainers import copy_weights, has_changed, is_finite, make_quiet_trainer, run_steps
+from tests.trainable.ppo.test_update import Recorder
 from trainable.algo.target_policy import target_policy_loss
 from trainable.backend.meter import Meter
 from trainable.backend.torch_backend import TorchBackend
@@ -33,17 +34,6 @@ CUT: dict[str, Any] = {
     "ppo_micro_batch_size_per_gpu": 4,
     "grad_clip": 1e9,
 }
-
-
-class Recorder(torch.optim.SGD):
-    """Record the gradient of each step as one vector, and change no weight."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(parameters, lr=0.0)
-        self.steps: list[Tensor] = []
-
-    def step(self, closure: None = None) -> None:
-        self.steps.append(torch.cat([w.grad.flatten() for group in self.param_groups for w in group["params"]]))
 
 
 MODEL = make_random_model(make_qwen2_shape(), seed=1, std=0.25).double()
@@ -81,7 +71,7 @@ def run_update(
     backend = TorchBackend("actor_optimizer", {"actor": model}, recorder, actor.grad_clip)
     backend.world = world
     meter = ActorUpdate(model, backend, actor, TEMPERATURE).run(batch, make_update_targets(), order)
-    return recorder.steps, meter
+    return [torch.cat([gradient.flatten() for gradient in step]) for step in recorder.steps], meter
 
 
 def compute_loss_at_once(rows: Tensor) -> tuple[float, Tensor]:
