@@ -18,7 +18,7 @@ from trainable.files.step_phase import STEP_PHASE
 from trainable.models.codec import Codec
 from trainable.models.load import Policy
 from trainable.rollout.episode import Episode, StopReason, Transcript
-from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
+from trainable.rollout.sampler import LockStepTurns, SampledReply, Sampler, SamplingParams, Turns
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,8 @@ class TurnPlayer:
         for state in states:
             state.transcript.append_prompt(prompts[state.group])
         conversation = request.sampler.start_conversation(prompts, group_size, request.params, request.rng)
-        turns, num_waiting = conversation.take_turns(), len(states)
+        turns = conversation if isinstance(conversation, Turns) else LockStepTurns(conversation)
+        num_waiting = len(states)
         # Without new tokens, since the conversation already has the prompts.
         turns.submit(range(len(states)), [[] for _ in states])
         turn = 1

@@ -205,10 +205,6 @@ class VllmConversation:
         self.histories = [list(prompt) for prompt in prompts for _ in range(group_size)]
         self.row_rngs = rng.spawn(len(self.histories))
 
-    def take_turns(self) -> "VllmConversation":
-        """Return the turns of all rows (see `Conversation.take_turns`)."""
-        return self
-
     def submit(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> None:
         """Append new tokens to `rows` and request replies from the engine (see `Turns.submit`).
 

@@ -272,9 +272,6 @@ class StreamingSampler(ScriptedSampler):
     played_turns: dict[int, int] = field(default_factory=dict)
     submitted: list[tuple[int, list[int]]] = field(default_factory=list)
 
-    def take_turns(self) -> "StreamingSampler":  # type: ignore[override]
-        return self
-
     def submit(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> None:
         assert not set(rows) & set(self.waiting), "a row has one reply at a time"
         self.waiting |= {row: list(ids) for row, ids in zip(rows, new_tokens, strict=True)}

@@ -1,6 +1,5 @@
 import math
 import re
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -191,9 +190,3 @@ def test_a_long_list_of_names_is_cut() -> None:
     names = [f"gradient of {number}" for number in range(6)]
     with pytest.raises(NonFiniteError, match="gradient of 0, gradient of 1, gradient of 2 and 3 more"):
         check_finite(9, 3, 3, [*names, *names], [])
-
-
-@pytest.mark.parametrize(("consecutive_steps", "is_ended"), [(0, False), (2, False), (3, True), (4, True)])
-def test_a_run_ends_when_its_patience_is_exhausted(consecutive_steps: int, is_ended: bool) -> None:
-    with pytest.raises(NonFiniteError) if is_ended else nullcontext():
-        check_finite(9, consecutive_steps, 3, ["pg_loss"], [])
