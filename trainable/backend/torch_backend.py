@@ -179,7 +179,7 @@ class TorchBackend:
     def find_nonfinite_weights(self) -> list[str]:
         """Check all networks (see `Backend.find_nonfinite_weights`)."""
         with self.gather_weights():
-            return find_nonfinite_weights(list_named_weights(self.networks))
+            return find_nonfinite_weights(list_named_parameters(self.networks))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the live tensors: write or clone them before the next step. Swapped ones are on the host."""
@@ -209,20 +209,7 @@ class TorchBackend:
 
 
 def list_named_parameters(networks: Mapping[str, nn.Module]) -> NamedParameters:
-    """List all trained parameters with their names, in the order of the optimizer.
-
-    Except for the first network, names are prefixed with the network's name.
-    """
-    first_network = next(iter(networks))
-    return [
-        (key if name == first_network else f"{name}.{key}", weight)
-        for name, network in networks.items()
-        for key, weight in get_trainable_parameters(network)
-    ]
-
-
-def list_named_weights(networks: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """List all trained weights, named `<network>.<weight>` as in reports of non-finite weights."""
+    """List all trained parameters, named `<network>.<parameter>`, in the order of the optimizer."""
     return [
         (f"{name}.{key}", weight)
         for name, network in networks.items()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainable.backend.host_swap import HostSwap
 from trainable.backend.meter import Meter, find_nonfinite_weights
-from trainable.backend.torch_backend import list_named_parameters, list_named_weights, make_adamw, select_below
+from trainable.backend.torch_backend import list_named_parameters, make_adamw, select_below
 from trainable.backend.world import World
 from trainable.config.constants import ZERO_BUCKET_SIZE, ZERO_MAX_LIVE_PARAMETERS
 from trainable.config.sections import OptimConfig, TrainerConfig
@@ -97,7 +97,7 @@ class ReplicatedWeights:
 
     def find_nonfinite(self) -> list[str]:
         """List `weight <name>` for every non-finite weight, equally on all ranks."""
-        return find_nonfinite_weights(list_named_weights(self.trained_networks))
+        return find_nonfinite_weights(list_named_parameters(self.trained_networks))
 
 
 class ShardedWeights:
@@ -193,7 +193,7 @@ class ShardedWeights:
     def find_nonfinite(self) -> list[str]:
         """Check the shards of all ranks."""
         local_shards = [
-            (name, self._get_unpadded_shard(weight)) for name, weight in list_named_weights(self.trained_networks)
+            (name, self._get_unpadded_shard(weight)) for name, weight in list_named_parameters(self.trained_networks)
         ]
         bad_names = {
             name for names in self.world.all_gather_object(find_nonfinite_weights(local_shards)) for name in names

@@ -59,7 +59,7 @@ def test_repeated_nonfinite_updates_end_the_run_with_steps_and_tensors_named() -
         trainer.step()
     assert str(raised.value) == (
         "updates were skipped in 2 consecutive training steps, up to step 3, because of values that are not "
-        f"finite: gradient of {LAYER} (trainer.nonfinite_patience=2)"
+        f"finite: gradient of actor.{LAYER} (trainer.nonfinite_patience=2)"
     )
     assert classify_failure(raised.value, True)[:1] == ("non-finite",)
 
@@ -132,11 +132,14 @@ def test_a_gradient_whose_norm_overflows_is_named_by_its_largest_entry() -> None
 @pytest.mark.parametrize(
     ("settings", "quantity"),
     [
-        ({"actor__entropy_coeff": 1e38}, r"finite: norm of the gradient \(its largest entry is \S+, of model\.\S+\)"),
+        (
+            {"actor__entropy_coeff": 1e38},
+            r"finite: norm of the gradient \(its largest entry is \S+, of actor\.model\.\S+\)",
+        ),
         # Compiled passes scale before they multiply, and their gradients are still finite here.
         (
             {"actor__entropy_coeff": 3.4e38, "model__compiled_passes": False},
-            r"finite: gradient of model\.embed_tokens\.weight",
+            r"finite: gradient of actor\.model\.embed_tokens\.weight",
         ),
         (
             {"actor__use_kl_loss": True, "actor__kl_loss_coef": 1e30},
