@@ -24,12 +24,10 @@ from trainable.algo.gradient_signal import (
 from trainable.algo.reductions import compute_loss_weights
 
 
-def estimate_signal(
-    fold_gradients: Tensor, counts: Sequence[float] | None = None, level: float = 0.95
-) -> GradientSignal:
+def estimate_signal(fold_gradients: Tensor, counts: Sequence[float] | None = None) -> GradientSignal:
     """The statistics of fold gradients (K, D) of one component."""
     gram = compute_fold_gram([fold_gradients[:, None]])[:, 0, :, 0]
-    return estimate_gradient_signal(gram, None if counts is None else torch.tensor(counts), level)
+    return estimate_gradient_signal(gram, None if counts is None else torch.tensor(counts))
 
 
 def make_vectors(*shape: int, seed: int = 0, drift: float = 1.0) -> Tensor:
@@ -82,16 +80,15 @@ def test_signal_and_noise_are_means_over_all_splits_into_halves(count: int) -> N
     assert estimate_signal(x).noise == pytest.approx(sum(distances) / len(splits))
 
 
-@pytest.mark.parametrize("count", [3, 4, 5, 8, 13])
-@pytest.mark.parametrize("level", [0.5, 0.95])
+@pytest.mark.parametrize("count", [3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("equal", [True, False])
-def test_the_interval_equals_a_loop_that_deletes_one_fold(count: int, level: float, equal: bool) -> None:
+def test_the_interval_equals_a_loop_that_deletes_one_fold(count: int, equal: bool) -> None:
     x = make_vectors(count, 4, seed=count)
     counts = [1.0] * count if equal else [1.0 + k % 3 for k in range(count)]
-    statistics = estimate_signal(x, None if equal else counts, level)
+    statistics = estimate_signal(x, None if equal else counts)
     assert statistics.snr == pytest.approx(oracle.signal(x.tolist(), counts) / oracle.noise(x.tolist(), counts))
     assert (statistics.low, statistics.high) == pytest.approx(
-        oracle.compute_interval(x.tolist(), counts, level), rel=1e-9
+        oracle.compute_interval(x.tolist(), counts, 0.95), rel=1e-9
     )
 
 
