@@ -41,11 +41,6 @@ def test_the_columns_keep_their_bounds(pairs: list[tuple[float, float]]) -> None
     assert 1 / len(pairs) - 1e-12 <= actual.ess_fraction <= 1 + 1e-12
 
 
-def test_equal_logprobs_have_no_mismatch() -> None:
-    logprobs = torch.tensor([-0.5, -3.0, -1e-4])
-    assert measure_mismatch(logprobs, logprobs, step=1) == (0.0, 0.0, 0.0, 1.0)
-
-
 def test_the_ess_fraction_is_the_fraction_of_tokens_that_count() -> None:
     engine = torch.full((10,), -1.0)
     trainer = torch.where(torch.arange(10) < 3, engine, engine - 60)
