@@ -7,7 +7,6 @@ tokens.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -85,6 +84,11 @@ def ppo_clip_loss(
     dual clip: Ye et al. 2020, arXiv:1912.09729; the clamp at 20 nats: published code (verl 0.6.1).
     Degenerate: at ρ = 1 the gradient is −A ∇logπ, as in REINFORCE. A = 0 gives 0.
     """
+    if not (0 <= clip_low < 1 and clip_high >= 0 and clip_c > 1):
+        raise ValueError(
+            f"clip ratios are low {clip_low}, high {clip_high}, c {clip_c}; "
+            "low must be in [0, 1), high at least 0 and c above 1, such as 0.2, 0.28 and 3.0."
+        )
     if not (0 <= clip_low < 1 and clip_high >= 0 and clip_c > 1):
         raise ValueError(
             f"clip ratios are low {clip_low}, high {clip_high}, c {clip_c}; "
@@ -325,35 +329,24 @@ def apply_kl_penalty(
     return rewards - torch.where(mask, penalty, 0)
 
 
-@dataclass(frozen=True)
-class AdaptiveKLController:
-    """A KL coefficient that steers the measured KL towards a target. Without a horizon, it is fixed.
+def adapt_kl_coef(coef: float, current_kl: float, target_kl: float, n_steps: int, horizon: float) -> float:
+    """Adapt a KL coefficient, to steer the measured KL towards a target.
 
         error = clamp(KL / target − 1, ±0.2),   β ← β (1 + error · n / horizon)
+
+    coef: β >= 0, reward per nat. current_kl, target_kl: in nats, reduced in the same way. n_steps: sequences with this
+    KL. horizon: sequences over which an error of 1 would double β.
 
     Example:
         A KL of twice the target gives the largest error, 0.2. Half a horizon later, β has grown by 10 %.
 
-        >>> controller = AdaptiveKLController(coef=0.1, target=0.1, horizon=100)
-        >>> round(controller.update(current_kl=0.2, n_steps=50).coef, 6)
+        >>> round(adapt_kl_coef(0.1, current_kl=0.2, target_kl=0.1, n_steps=50, horizon=100), 6)
         0.11
 
-    Source: Ziegler et al. 2019, arXiv:1909.08593, sec. 2.2; the horizon is from their code.
+    Source: Ziegler et al. 2019, arXiv:1909.08593, sec. 2.2; the horizon is from their code.  Degenerate: 0 stays 0.
     """
-
-    coef: float
-    """β >= 0, reward per nat. 0 stays 0."""
-    target: float = 0.1
-    """Target KL in nats, reduced in the same way as the measured KL."""
-    horizon: float | None = None
-    """Steps over which an error of 1 would double β, in the unit of `n_steps`; None keeps β fixed."""
-
-    def update(self, current_kl: float, n_steps: int) -> "AdaptiveKLController":
-        """Return a new controller, updated for `n_steps` sequences with a KL of `current_kl` nats."""
-        if self.horizon is None:
-            return self
-        error = min(max(current_kl / self.target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
-        return replace(self, coef=self.coef * (1 + error * n_steps / self.horizon))
+    error = min(max(current_kl / target_kl - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
+    return coef * (1 + error * n_steps / horizon)
 
 
 class ImportanceCorrection(NamedTuple):

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from trainable.algo.batching import adjust_copy
 from trainable.algo.filters import compute_filter_loss_scale
-from trainable.algo.losses import AdaptiveKLController, estimate_kl
+from trainable.algo.losses import adapt_kl_coef, estimate_kl
 from trainable.algo.reductions import masked_mean
 from trainable.backend.host_swap import HostSwap
 from trainable.backend.make import make_backends
@@ -128,9 +127,7 @@ class PPOTrainer:
         if config.trainer.swap_to_host and networks.has_own_reference:
             weights = list(cast(nn.Module, self.reference).parameters())
             self._reference_swap = HostSwap(lambda: weights, self.device)
-        kl_settings = config.algorithm.kl_ctrl
-        horizon = kl_settings.horizon if kl_settings.type == "adaptive" else None  # None keeps the coefficient fixed
-        self.kl_controller = AdaptiveKLController(kl_settings.kl_coef, kl_settings.target_kl, horizon)
+        self.kl_coef = config.algorithm.kl_ctrl.kl_coef
         self.step_index = self.consecutive_empty_steps = self.consecutive_nonfinite_steps = 0
         self.seconds_total = 0.0
         # The collapse diagnostics read and replace these. They are kept here so that checkpoints include them.
@@ -359,7 +356,7 @@ class PPOTrainer:
             values,
             ref_logprobs,
             config.algorithm,
-            self.kl_controller.coef,
+            self.kl_coef,
             filter_scale,
             config.env.kind.has_trees,
         )  # 6
@@ -407,7 +404,7 @@ class PPOTrainer:
         with timer.measure("sync_weights"):
             self.engine.sync_weights(self.step_index)
         means = {name: mean for meter in meters for name, mean in meter.compute_means().items()}
-        coefficient = self._update_kl_controller(prepared) if plan.kl_control else None
+        coefficient = self._update_kl_coef(prepared) if plan.kl_control else None
         return {**means, "nonfinite_updates": skipped_steps, "kl_in_reward_coef": coefficient}
 
     def make_actor_update(self) -> ActorUpdate:
@@ -461,18 +458,21 @@ class PPOTrainer:
         """Make the context of `_load_reference` if the policy loss reads the reference, as only the exact KL does."""
         return self._load_reference() if self.config.actor.reads_reference_distribution else nullcontext()
 
-    def _update_kl_controller(self, prepared: PreparedBatch) -> float:
+    def _update_kl_coef(self, prepared: PreparedBatch) -> float:
         """Adapt the coefficient of the KL in the reward for the next step, and return the coefficient of this step."""
         batch, ref_logprobs, config = prepared.batch, prepared.targets.ref_logprobs, self.config
         assert ref_logprobs is not None  # a run with a KL in the reward has a reference
-        coefficient = self.kl_controller.coef
+        coefficient, control = self.kl_coef, config.algorithm.kl_ctrl
         measured_kl = float(
             masked_mean(estimate_kl(batch.logprobs, ref_logprobs, config.algorithm.kl_penalty), batch.mask)
         )
         # An adaptive coefficient would become NaN, and so would the rewards of all later steps.
         if not math.isfinite(measured_kl):
             raise NonFiniteError(f"the KL in the reward was not finite in step {self.step_index}")
-        self.kl_controller = self.kl_controller.update(measured_kl, len(batch.lengths))
+        if control.type == "adaptive":
+            self.kl_coef = adapt_kl_coef(
+                coefficient, measured_kl, control.target_kl, len(batch.lengths), control.horizon
+            )
         return coefficient
 
     # ------------------------------------------------------------------ evaluation
@@ -617,7 +617,7 @@ class PPOTrainer:
             "synced_step": self.engine.synced_step,
             "seconds_total": self.seconds_total,
             "totals": self.total_budget,
-            "kl_coef": self.kl_controller.coef,
+            "kl_coef": self.kl_coef,
             "collapse_averages": self.collapse_averages,
             # Adapters fit only the base on which they were trained. Full weights need no base.
             **({} if self.base_fingerprint is None else {"base": self.base_fingerprint}),
@@ -653,6 +653,6 @@ class PPOTrainer:
         self.step_index = step
         self.consecutive_empty_steps, self.consecutive_nonfinite_steps = empty_steps, nonfinite_steps
         self.seconds_total, self.total_budget, self.collapse_averages = seconds, total_budget, averages
-        self.kl_controller = replace(self.kl_controller, coef=coef)
+        self.kl_coef = coef
         # An engine with its own copy still has the weights of the base model.
         self.engine.sync_weights(synced_step)

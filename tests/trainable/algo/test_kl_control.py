@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies.algo import Sequences, examples, sequences
-from trainable.algo.losses import AdaptiveKLController, apply_kl_penalty
+from trainable.algo.losses import adapt_kl_coef, apply_kl_penalty
 
 
 def test_the_penalty_is_subtracted_on_trained_tokens_only() -> None:
@@ -41,14 +41,5 @@ def test_the_sum_of_penalties_is_the_coefficient_times_the_summed_kl(batch: Sequ
     ],
 )
 def test_the_coefficient_moves_towards_the_target(current_kl: float, expected: float) -> None:
-    controller = AdaptiveKLController(coef=0.02, target=0.1, horizon=1000)
-    assert controller.update(current_kl, n_steps=128).coef == pytest.approx(expected)
-    assert controller.coef == 0.02
-
-
-def test_without_a_horizon_the_coefficient_is_fixed() -> None:
-    assert AdaptiveKLController(0.02).update(50.0, n_steps=128) == AdaptiveKLController(0.02)
-
-
-def test_a_coefficient_of_zero_stays_zero() -> None:
-    assert AdaptiveKLController(0.0, horizon=0.5).update(50.0, n_steps=128).coef == 0
+    assert adapt_kl_coef(0.02, current_kl, 0.1, n_steps=128, horizon=1000) == pytest.approx(expected)
+    assert adapt_kl_coef(0.0, current_kl, 0.1, n_steps=128, horizon=1000) == 0
