@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.fakes.layouts import LAYOUTS, make_layout
 from tests.strategies.examples import draw_examples
 from trainable.backend.world import World
+from trainable.diagnostics import cross_scores
 from trainable.diagnostics.cross_scores import compute_cross_scores
 from trainable.models.qwen2 import Qwen2
 
@@ -66,7 +67,9 @@ def test_any_lengths_beginnings_repeats_and_limits_give_the_same_scores(seed: in
         draw_similar_sequences(rng, int(rng.integers(1, 7)), 7),
     )
     prompts += [prompts[0], [*prompts[0], 3]]
-    scores = compute_cross_scores(model, prompts, thoughts, max_tokens=int(rng.integers(1, 60)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cross_scores, "PASS_TOKENS", int(rng.integers(1, 60)))
+        scores = compute_cross_scores(model, prompts, thoughts)
     assert_scores_close(scores, score_naively(model, prompts, thoughts))
 
 
@@ -99,7 +102,9 @@ def record_pass_sizes(model: Qwen2, prompts: Tokens, thoughts: Tokens, max_token
     sizes: list[int] = []
     norm = model.model.blocks[0].input_layernorm
     hook = norm.register_forward_hook(lambda _, inputs, __: sizes.append(inputs[0].shape[0] * inputs[0].shape[1]))
-    compute_cross_scores(model, prompts, thoughts, max_tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cross_scores, "PASS_TOKENS", max_tokens)
+        compute_cross_scores(model, prompts, thoughts)
     hook.remove()
     return sizes
 

@@ -1,6 +1,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -332,3 +332,28 @@ def test_an_episode_goes_on_while_others_wait() -> None:
 
     play([SCRIPTS[3]] * 2, copies=2, make_sampler=lambda script: StreamingSampler(script, draws=finish_first))
     assert order == [0] * 5 + [1] * 5
+
+
+class EchoGame:
+    """An environment, prompt template and codec in one: a level is its prompt, and a character is a token."""
+
+    def start(self, levels: Sequence[str]) -> Sequence[str]:
+        return levels
+
+    def format_first_turn(self, observation: Observation[str]) -> str:
+        return observation.state
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(map(ord, text)) for text in texts]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_longest_first_prompt_has_to_fit_wherever_it_is(place: int) -> None:
+    game = cast(Any, EchoGame())
+    player = TurnPlayer(game, game, game, TurnLimits(2, 3, 6), 0.0, context_length=20)
+    levels = cast(Any, ["short", "short", "short"])
+    player.check_first_turns(levels, response_length=15)
+    assert player.encode_first_turn(levels[0]) == list(map(ord, "short"))
+    levels[place] = "longer"
+    with pytest.raises(ValueError, match=r"may need 21 tokens \(6 of the prompt and rollout\.response_length=15\)"):
+        player.check_first_turns(levels, response_length=15)
