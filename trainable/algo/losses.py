@@ -139,6 +139,21 @@ def ppo_clip_loss(
             f"clip ratios are low {clip_low}, high {clip_high}, c {clip_c}; "
             "low must be in [0, 1), high at least 0 and c above 1, such as 0.2, 0.28 and 3.0."
         )
+    if not (0 <= clip_low < 1 and clip_high >= 0 and clip_c > 1):
+        raise ValueError(
+            f"clip ratios are low {clip_low}, high {clip_high}, c {clip_c}; "
+            "low must be in [0, 1), high at least 0 and c above 1, such as 0.2, 0.28 and 3.0."
+        )
+    if not (0 <= clip_low < 1 and clip_high >= 0 and clip_c > 1):
+        raise ValueError(
+            f"clip ratios are low {clip_low}, high {clip_high}, c {clip_c}; "
+            "low must be in [0, 1), high at least 0 and c above 1, such as 0.2, 0.28 and 3.0."
+        )
+    if not (0 <= clip_low < 1 and clip_high >= 0 and clip_c > 1):
+        raise ValueError(
+            f"clip ratios are low {clip_low}, high {clip_high}, c {clip_c}; "
+            "low must be in [0, 1), high at least 0 and c above 1, such as 0.2, 0.28 and 3.0."
+        )
     ratio = compute_log_ratio(logprobs, old_logprobs).exp()
     unclipped_loss = -advantages * ratio
     clipped_loss = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)

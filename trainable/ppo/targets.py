@@ -18,7 +18,7 @@ from trainable.algo.advantages import (
 from trainable.algo.filters import ZERO_SCORE, Rule, compute_group_scores, parse_rule, select_groups
 from trainable.algo.losses import apply_kl_penalty
 from trainable.algo.reductions import compute_tree_weights, masked_whiten
-from trainable.config.choices import ADVANTAGE_ESTIMATORS, FILTER_STRATEGIES
+from trainable.config.choices import FILTER_STRATEGIES
 from trainable.config.own_parts import get_part
 from trainable.config.sections import AlgorithmConfig, FilterConfig
 from trainable.ppo.update import Targets
@@ -105,6 +105,14 @@ class PreparedBatch(NamedTuple):
     order: Tensor
 
 
+GROUP_ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "rloo": rloo,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "group_skill": group_skill,
+}
+"""Functions of scores, group ids and mask, by adv_estimator. Scores include any KL penalty in the rewards."""
+
+
 def make_targets(
     batch: Batch,
     values: Tensor | None,
@@ -157,12 +165,17 @@ def _compute_advantages(
             estimate = gae(rewards, values, batch.mask, settings.gamma, settings.lam)
         # As published. Critic-free estimators center or whiten themselves.
         return masked_whiten(estimate.advantages, batch.mask), estimate.returns
-    if settings.adv_estimator not in ADVANTAGE_ESTIMATORS:
-        own_estimator = get_part(settings.adv_estimator)
-        advantages = own_estimator(_compute_scores(batch, rewards), batch.group_ids, batch.mask)
+    name, groups = settings.adv_estimator, (_compute_scores(batch, rewards), batch.group_ids, batch.mask)
+    if name == "grpo":
+        advantages = grpo(*groups, settings.norm_adv_by_std_in_grpo)
+    elif name == "reinforce_plus_plus":
+        advantages = reinforce_plus_plus(rewards, batch.mask, settings.gamma)
+    elif name in GROUP_ESTIMATORS:
+        advantages = GROUP_ESTIMATORS[name](*groups)
+    else:
         # A plug-in must not train tokens that were not sampled.
-        return torch.where(batch.mask, advantages.to(rewards.dtype), 0).detach(), torch.zeros_like(rewards)
-    return _CRITIC_FREE_ESTIMATORS[settings.adv_estimator](batch, rewards, settings), torch.zeros_like(rewards)
+        advantages = torch.where(batch.mask, get_part(name)(*groups).to(rewards.dtype), 0).detach()
+    return advantages, torch.zeros_like(rewards)
 
 
 def _compute_scores(batch: Batch, rewards: Tensor) -> Tensor:
@@ -184,20 +197,3 @@ def compute_tree_advantages(batch: Batch, scores: Tensor, norm_by_std: bool) -> 
     of_tree = torch.zeros(int(batch.tree_ids.max()) + 1, dtype=scores.dtype, device=scores.device)
     of_tree = of_tree.index_put((batch.tree_ids[roots],), root_advantages[:, 0])
     return torch.where(batch.mask, of_tree[batch.tree_ids][:, None], 0)
-
-
-_CRITIC_FREE_ESTIMATORS: Mapping[str, Callable[[Batch, Tensor, AlgorithmConfig], Tensor]] = {
-    "grpo": lambda batch, rewards, settings: grpo(
-        _compute_scores(batch, rewards), batch.group_ids, batch.mask, settings.norm_adv_by_std_in_grpo
-    ),
-    "rloo": lambda batch, rewards, settings: rloo(_compute_scores(batch, rewards), batch.group_ids, batch.mask),
-    "reinforce_plus_plus": lambda batch, rewards, settings: reinforce_plus_plus(rewards, batch.mask, settings.gamma),
-    "reinforce_plus_plus_baseline": lambda batch, rewards, settings: reinforce_plus_plus_baseline(
-        _compute_scores(batch, rewards), batch.group_ids, batch.mask
-    ),
-    "group_skill": lambda batch, rewards, settings: group_skill(
-        _compute_scores(batch, rewards), batch.group_ids, batch.mask
-    ),
-}
-"""Estimators without a critic, by adv_estimator: functions of batch, rewards (B, T) and settings that return advantages
-(B, T). Estimators over groups read the sum of an episode's rewards, so a KL penalty affects them, too."""
