@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from trainable.algo.batching import split_by_tokens
 from trainable.algo.losses import (
-    ImportanceCorrection,
     compute_importance_weights,
     compute_log_ratio,
     estimate_kl,
@@ -384,11 +383,14 @@ class ActorUpdate:
         # sampled tokens. RunConfig rejects them for tpo, which weights sequences.
         if settings.tis_imp_ratio_cap is not None:
             batch, (unit, kind) = inputs.batch, settings.tis_mode.split("_")
-            correction = ImportanceCorrection(
-                settings.tis_imp_ratio_cap, settings.tis_imp_ratio_floor, unit == "sequence", kind == "mask"
-            )
             engine_weights, is_clipped = compute_importance_weights(
-                batch.logprobs, batch.engine_logprobs, batch.mask, correction
+                batch.logprobs,
+                batch.engine_logprobs,
+                batch.mask,
+                settings.tis_imp_ratio_cap,
+                settings.tis_imp_ratio_floor,
+                is_sequence=unit == "sequence",
+                is_mask=kind == "mask",
             )
             weights = weights * inputs.select_trained(engine_weights)
             token_sums["tis_clipfrac"] = inputs.select_trained(is_clipped).sum()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from trainable.algo.losses import ImportanceCorrection, compute_importance_weights
+from trainable.algo.losses import compute_importance_weights
 from trainable.rollout.engine import EngineMismatchError, check_mismatch, measure_mismatch
 from trainable.runs.failures import classify_failure
 
@@ -62,7 +62,7 @@ def test_kl_and_weights_estimate_over_the_engines_tokens() -> None:
     assert stats.entropy(q, p) != pytest.approx(stats.entropy(p, q), rel=1e-2)
     values = np.array([1.0, -2.0, 3.0, 7.0])
     weights, _ = compute_importance_weights(
-        trainer[None], engine[None], torch.ones(1, len(tokens), dtype=torch.bool), ImportanceCorrection(5.0)
+        trainer[None], engine[None], torch.ones(1, len(tokens), dtype=torch.bool), 5.0
     )
     weighted = weights[0].numpy() * values[tokens]
     assert weighted.mean() == pytest.approx((p * values).sum())
