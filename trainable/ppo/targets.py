@@ -105,14 +105,6 @@ class PreparedBatch(NamedTuple):
     order: Tensor
 
 
-GROUP_ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "rloo": rloo,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "group_skill": group_skill,
-}
-"""Functions of scores, group ids and mask, by adv_estimator. Scores include any KL penalty in the rewards."""
-
-
 def make_targets(
     batch: Batch,
     values: Tensor | None,
@@ -165,16 +157,19 @@ def _compute_advantages(
             estimate = gae(rewards, values, batch.mask, settings.gamma, settings.lam)
         # As published. Critic-free estimators center or whiten themselves.
         return masked_whiten(estimate.advantages, batch.mask), estimate.returns
-    name, groups = settings.adv_estimator, (_compute_scores(batch, rewards), batch.group_ids, batch.mask)
-    if name == "grpo":
-        advantages = grpo(*groups, settings.norm_adv_by_std_in_grpo)
-    elif name == "reinforce_plus_plus":
-        advantages = reinforce_plus_plus(rewards, batch.mask, settings.gamma)
-    elif name in GROUP_ESTIMATORS:
-        advantages = GROUP_ESTIMATORS[name](*groups)
+    groups = (_compute_scores(batch, rewards), batch.group_ids, batch.mask)
+    estimators: dict[str, Callable[[], Tensor]] = {
+        "grpo": lambda: grpo(*groups, settings.norm_adv_by_std_in_grpo),
+        "rloo": lambda: rloo(*groups),
+        "reinforce_plus_plus": lambda: reinforce_plus_plus(rewards, batch.mask, settings.gamma),
+        "reinforce_plus_plus_baseline": lambda: reinforce_plus_plus_baseline(*groups),
+        "group_skill": lambda: group_skill(*groups),
+    }
+    if settings.adv_estimator in estimators:
+        advantages = estimators[settings.adv_estimator]()
     else:
         # A plug-in must not train tokens that were not sampled.
-        advantages = torch.where(batch.mask, get_part(name)(*groups).to(rewards.dtype), 0).detach()
+        advantages = torch.where(batch.mask, get_part(settings.adv_estimator)(*groups).to(rewards.dtype), 0).detach()
     return advantages, torch.zeros_like(rewards)
 
 
