@@ -192,7 +192,6 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "trainable.rollout.vllm_sampler": ("torch", "numpy", "safetensors", "vllm"),
     "trainable.backend": ("torch", "numpy"),
     "trainable.backend.zero": ("torch", "deepspeed"),
-    "trainable.backend.zero_weights": ("torch", "deepspeed"),
     "trainable.ppo": ("torch", "numpy"),
     "trainable.ppo.distributed": ("torch", "ray"),
     "trainable.diagnostics": ("torch", "numpy"),

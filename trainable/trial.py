@@ -23,9 +23,8 @@ from trainable.config.own_parts import PartFile, register_file
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_outside_settings, resolve_key
 from trainable.files.json_values import read_object, write_object
 from trainable.files.paths import check_tree
-from trainable.files.run_marks import MARK_ENV
 from trainable.runs.failures import NON_FINITE, CheckpointError, Failure, RunFailedError, classify_failure
-from trainable.runs.orphans import terminate_orphans
+from trainable.runs.orphans import MARK_ENV, terminate_orphans
 from trainable.runs.records import carry_values, make_empty_row
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, copy_run_files, list_states, read_rows
 from trainable.runs.study_record import is_run_id

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sandboxes.toys.optimizer import MemberAdam
+from trainable.backend.meter import format_names
 from trainable.config.base_config import BaseRunConfig
-from trainable.runs.nonfinite import format_names
 from trainable.runs.run import LinesByFile, TrainerState
 from trainable.runs.run_files import Row
 from trainable.runs.training import StepResult

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from trainable.runs.nonfinite import find_nonfinite_gradients, find_nonfinite_losses
+from trainable.backend.meter import find_nonfinite_gradients, find_nonfinite_losses
 
 _adam = partial(adam, fused=True, amsgrad=False, maximize=False, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-8)
 MAX_GRAD_NORM = 1.0

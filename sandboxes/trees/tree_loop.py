@@ -17,8 +17,8 @@ from trainable.config.setting_types import PromptStyle
 from trainable.envs.prompts import ChatFormat
 from trainable.files.step_phase import STEP_PHASE
 from trainable.models.codec import Codec
+from trainable.rollout.episode import Transcript
 from trainable.rollout.sampler import Sampler, SamplingParams
-from trainable.rollout.transcript import Transcript
 
 MAX_THREADS = 16
 """Number of REPL processes that compute at the same time. The threads only wait for them."""

@@ -12,11 +12,9 @@ from trainable.config.seeds import make_rng
 from trainable.diagnostics.collapse import diagnose_step
 from trainable.diagnostics.gradient_probe import ProbeResult, probe_gradients
 from trainable.envs.level_sets import collect_excluded_keys, make_training_levels
-from trainable.ppo.evaluation import reshape_by_group
-from trainable.ppo.filtering import filter_episodes
-from trainable.ppo.targets import PreparedBatch
+from trainable.ppo.targets import PreparedBatch, filter_episodes
 from trainable.ppo.trainer import Diagnostics, PPOTrainer
-from trainable.rollout.episode import Episode
+from trainable.rollout.episode import Episode, reshape_by_group
 from trainable.runs.run_files import Row
 
 LEVEL_SEED_OFFSET = 500_000
@@ -65,7 +63,7 @@ def analyze_gradients(
         "overrides": overrides,
         "empty_after_filter": 0,
         "analysis_only": int(source == "probe" or config.trainer.gradient_analysis_only),
-        **{f"source_{name}": getattr(selection.decision, name) for name in FILTER_COLUMNS},
+        **{f"source_{name}": selection.columns[name] for name in FILTER_COLUMNS},
     }
     make_line = partial(
         _make_line, trainer, reward_stds=dict(enumerate(stds.tolist())), context_columns=context_columns
@@ -73,7 +71,7 @@ def analyze_gradients(
     lines = []
     if config.trainer.gradient_analysis_log_prefilter:
         lines.append(make_line(prefilter=True, episodes=episodes, groups_kept=num_groups))
-    lines.append(make_line(prefilter=False, episodes=selection.episodes, groups_kept=selection.decision.groups_kept))
+    lines.append(make_line(prefilter=False, episodes=selection.episodes, groups_kept=selection.groups_kept))
     return [{"step": trainer.step_index, "source": source, **line} for line in lines]
 
 

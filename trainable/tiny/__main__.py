@@ -15,8 +15,8 @@ from trainable.kernels.cache import leave_marker
 from trainable.models.interface import PassSettings
 from trainable.models.load import find_model, load_policy
 from trainable.models.teachers import find_teacher_folder, is_made
-from trainable.ppo.evaluation import reshape_by_group
 from trainable.ppo.trainer import PPOTrainer
+from trainable.rollout.episode import reshape_by_group
 from trainable.rollout.sampler import SamplingParams
 from trainable.tiny.group_scores import GroupScores, count_sets, list_group_settings, write_group_scores
 from trainable.tiny.policies import POLICIES, TURN_POLICIES
@@ -163,15 +163,15 @@ def evaluate(path: str, policy: PolicyRecipe) -> None:
     """Print the sampled and greedy success of the model at `path` in the game of `policy`."""
     torch.set_num_threads(1)
     trainer = PPOTrainer(make_config(path, policy))
-    sampled_evaluation, (final_evaluation, _) = trainer.evaluate("val", "sampled"), trainer.evaluate_final()
+    sampled_evaluation, (final_row, _) = trainer.evaluate("val", "sampled"), trainer.evaluate_final()
     print(
         f"{find_model(path).name}: {trainer.config.env.val_env_groups} validation levels, "
-        f"sampled {sampled_evaluation.success:.3f}, greedy {final_evaluation.val_greedy_success:.3f}, "
+        f"sampled {sampled_evaluation.success:.3f}, greedy {final_row['val_greedy_success']:.3f}, "
         f"invalid turns {sampled_evaluation.invalid_turns:.3f}"
     )
     print(
         f"{len(trainer.test_levels)} test levels, "
-        f"sampled {final_evaluation.test_success:.3f}, greedy {final_evaluation.test_greedy_success:.3f}"
+        f"sampled {final_row['test_success']:.3f}, greedy {final_row['test_greedy_success']:.3f}"
     )
 
 

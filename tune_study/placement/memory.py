@@ -199,7 +199,7 @@ def _list_pass_allocations(shape: ModelShape, config: RunConfig) -> list[Allocat
         merged = FLOAT32 * sum(inputs * outputs for inputs, outputs in model_size.list_linear_layers(shape).values())
     no_grad_copies, copies = (compute_cast_bytes(shape, config, has_grad) + extra_copies for has_grad in (False, True))
     if shards_weights(config):
-        # Passes without gradients gather a network, linear layers of blocks in their dtype (`backend.zero_weights`),
+        # Passes without gradients gather a network, linear layers of blocks in their dtype (`backend.zero`),
         # and copy the head. In passes with gradients, DeepSpeed holds a limited number of gathered weights.
         parameters = sum(model_size.list_trained_sizes(shape, config)["policy"])
         block_parameters = model_size.count_block_parameters(shape)

@@ -16,8 +16,7 @@ from typing import Self
 import psutil
 from rich.console import Console
 
-from trainable.files.run_marks import MARK_ENV
-from trainable.runs.orphans import make_ray_mark
+from trainable.runs.orphans import MARK_ENV, make_ray_mark
 from tune_study.host.console import print_line
 from tune_study.host.machine_checks import find_ray_folder, make_session_folder
 from tune_study.plan.study_plan import ResourcePlan

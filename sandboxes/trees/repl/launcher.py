@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trainable.files.run_marks import DIGESTS_ENV, MARK_ENV, make_digests
+from trainable.runs.orphans import DIGESTS_ENV, MARK_ENV, make_digests
 
 _SCRIPT = Path(__file__).with_name("confined_process.py")
 _WITHOUT_RANDOM_ADDRESSES = (

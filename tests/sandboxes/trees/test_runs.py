@@ -17,12 +17,11 @@ from tests.fakes.hub_models import write_small_model
 from tests.fakes.scripted import clone_tensors, make_episode, make_small_config
 from tests.fakes.trainers import drop_times
 from trainable.config.run_config import ConfigError
-from trainable.ppo.recording import record_episode
+from trainable.ppo.evaluation import record_episode
 from trainable.ppo.targets import compute_tree_advantages
 from trainable.ppo.trainer import PPOTrainer
-from trainable.rollout.batch import collate
 from trainable.rollout.engine import recompute_logprobs
-from trainable.rollout.episode import Episode, list_rollouts, replace_rollouts
+from trainable.rollout.episode import Episode, collate, list_rollouts, replace_rollouts
 from trainable.runs.episode_lines import MAX_ANSWER_CHARS
 
 SETTINGS = {name.replace(".", "__"): value for name, value in PAPERS_TINY.settings.items()}

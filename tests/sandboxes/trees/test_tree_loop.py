@@ -14,7 +14,7 @@ from sandboxes.trees.repl.session import TreeLimits
 from sandboxes.trees.tree_loop import CHARS_PER_TOKEN, Rollout, TreeSettings, TreeTexts, roll_out_trees
 from trainable.envs.prompts import CHATML
 from trainable.models.codec import Codec
-from trainable.rollout.sampler import LockStepTurns, RowStreams, SampledReply, SamplingParams
+from trainable.rollout.sampler import RowStreams, SampledReply, SamplingParams
 
 END, START = 256, 257
 MARKERS = {"<|im_end|>": END, "<|im_start|>": START}
@@ -61,9 +61,6 @@ class TextSampler:
 class TextConversation:
     def __init__(self, sampler: TextSampler, histories: list[list[int]], streams: list[np.random.Generator]) -> None:
         self.sampler, self.histories, self.streams = sampler, histories, streams
-
-    def take_turns(self) -> LockStepTurns:
-        return LockStepTurns(self)
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
         self.sampler.batches.append(len(rows))

@@ -7,17 +7,10 @@ from tests.fakes.scripted import make_small_config
 from trainable.algo.filters import parse_rule, select_groups
 from trainable.algo.losses import KL_FORMULAS
 from trainable.algo.names import KL_KINDS
-from trainable.config.choices import ADVANTAGE_ESTIMATORS, FILTER_STRATEGIES, POLICY_LOSSES
+from trainable.config.choices import FILTER_STRATEGIES, POLICY_LOSSES
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import ActorConfig, FilterConfig
 from trainable.ppo.phases import plan_step
-from trainable.ppo.targets import _CRITIC_FREE_ESTIMATORS
-
-
-def test_every_estimator_has_a_formula() -> None:
-    assert {name for name, estimator in ADVANTAGE_ESTIMATORS.items() if not estimator.needs_critic} == set(
-        _CRITIC_FREE_ESTIMATORS
-    )
 
 
 def test_every_formula_of_a_kl_can_be_set() -> None:

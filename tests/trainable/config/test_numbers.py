@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from trainable.algo.batching import adjust_copy
-from trainable.algo.kl_control import AdaptiveKLController
+from trainable.algo.losses import adapt_kl_coef
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
 from trainable.config.setting_types import MAX_EPISODES, MAX_FLOAT, MAX_INTEGER, MIN_FLOAT
@@ -119,7 +119,7 @@ def test_the_largest_batch_of_a_step_is_that_of_a_step_without_a_filter(
     for horizon, is_positive in ((allowed.horizon, True), (bound * 0.999, False)):
         factor = 1 - 0.2 * config.max_batch_size / horizon
         assert (factor > 0) == is_positive
-    assert AdaptiveKLController(0.1, 0.1, allowed.horizon).update(0.0, config.max_batch_size).coef > 0
+    assert adapt_kl_coef(0.1, 0.0, 0.1, config.max_batch_size, allowed.horizon) > 0
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ from trainable.models.lora import (
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import TokenFunction, compute_at_trained_tokens
-from trainable.rollout.batch import collate
+from trainable.rollout.episode import collate
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 
 CPU = torch.device("cpu")

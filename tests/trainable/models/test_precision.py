@@ -31,7 +31,7 @@ from trainable.models.load import Policy, load_policy, make_critic, make_frozen_
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, compute_at_trained_tokens, update_critic
-from trainable.rollout.batch import Batch, collate
+from trainable.rollout.episode import Batch, collate
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 

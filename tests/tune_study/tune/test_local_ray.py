@@ -14,8 +14,7 @@ import pytest
 from rich.console import Console
 
 from trainable.backend.gpus import make_bundles
-from trainable.files.run_marks import MARK_ENV
-from trainable.runs.orphans import make_ray_mark
+from trainable.runs.orphans import MARK_ENV, make_ray_mark
 from tune_study.plan.study_plan import ResourcePlan
 from tune_study.tune import local_ray
 from tune_study.tune.local_ray import Daemons, LocalRay, has_exited, watch_daemons

@@ -16,8 +16,7 @@ import pytest
 from sandboxes.trees.repl import launcher, process
 from sandboxes.trees.repl.process import ConfinementError, Execution, ReplProcess, find_obstacle
 from tests.sandboxes.trees.repl.test_escapes import WALK, get_process, has_ended, wait_until
-from trainable.files.run_marks import MARK_ENV
-from trainable.runs.orphans import find_orphans, terminate_orphans
+from trainable.runs.orphans import MARK_ENV, find_orphans, terminate_orphans
 
 pytestmark = pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())
 
