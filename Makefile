@@ -123,7 +123,7 @@ test-engines bench-engines: export NUMBA_CACHE_DIR := $(CURDIR)/.venv-engines/nu
 test-engines: .venv-engines/ready
 	OMP_NUM_THREADS=1 $(ENGINES)/python -m pytest -m engines tests/engines
 
-# The pages in a real browser, and the page of `watch` during a real study.
+# The pages in a real browser.
 test-browser: setup
 	@command -v chromium > /dev/null || { echo "There is no chromium on the PATH: sudo apt-get install chromium"; exit 1; }
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser

@@ -23,8 +23,8 @@ from search_spaces.declaration.presets import PRESETS
 from trainable.algo.mutual_information import compute_information_metrics, compute_retrieval_metrics
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.seeds import make_rng
+from trainable.diagnostics.collapse import ThoughtPairs, read_turns, sample_first_turn_pairs, sample_trajectory_pairs
 from trainable.diagnostics.cross_scores import compute_cross_scores
-from trainable.diagnostics.thoughts import ThoughtPairs, read_turns, sample_first_turn_pairs, sample_trajectory_pairs
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode

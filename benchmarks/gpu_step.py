@@ -25,10 +25,9 @@ from trainable.models.interface import PassSettings, ValueModel
 from trainable.models.load import find_model, make_frozen_copy
 from trainable.models.qwen2 import Qwen2, Qwen2Trunk
 from trainable.models.qwen2_shape import Qwen2Shape
-from trainable.ppo.flops import estimate_forward_flops, measure_peak_flops, time_call
+from trainable.ppo.phases import estimate_forward_flops, measure_peak_flops, time_call
 from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, compute_at_trained_tokens, update_critic
-from trainable.rollout.batch import Batch, collate
-from trainable.rollout.episode import Episode, StopReason
+from trainable.rollout.episode import Batch, Episode, StopReason, collate
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from tune_study.placement.model_size import find_published_sizes

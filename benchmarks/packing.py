@@ -27,10 +27,10 @@ from trainable.algo.batching import order_length_stratified
 from trainable.algo.vocabulary import logprobs_from_hidden
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.models.qwen2 import Qwen2, Qwen2Trunk, compute_rotary
-from trainable.ppo.flops import time_call
+from trainable.ppo.phases import time_call
 from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import Targets, make_weighted_passes
-from trainable.rollout.batch import Batch, collate
+from trainable.rollout.episode import Batch, collate
 
 MINI_BATCH_SIZE, PADDED_PASS_ROWS, NO_GRAD_ROWS, PADDED_PASS_TOKENS = 32, 16, 8, 16_384
 PassTensors = Iterable[tuple[Tensor, Tensor, Tensor]]

@@ -25,7 +25,7 @@ from trainable.models.load import find_model
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.compiled_sampler import CompiledSampler
 from trainable.rollout.episode_loop import RolloutRequest
-from trainable.rollout.sampler import Conversation, LockStepTurns, SampledReply, Sampler, SamplingParams
+from trainable.rollout.sampler import Conversation, SampledReply, Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 
 
@@ -34,10 +34,6 @@ class GenerateConversation:
 
     def __init__(self, model: torch.nn.Module, prompts: list[list[int]], params: SamplingParams) -> None:
         self.model, self.params, self.histories = model, params, prompts
-
-    def take_turns(self) -> LockStepTurns:
-        """The turns of all rows, which wait for one another."""
-        return LockStepTurns(self)
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
         """Reply in all `rows` with one call of generate."""

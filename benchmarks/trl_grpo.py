@@ -31,9 +31,8 @@ from trainable.models.interface import PassSettings
 from trainable.models.load import find_model, load_policy
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.update import ActorUpdate, Targets
-from trainable.rollout.batch import Batch, collate
 from trainable.rollout.compiled_sampler import CompiledSampler
-from trainable.rollout.episode import Episode, StopReason
+from trainable.rollout.episode import Batch, Episode, StopReason, collate
 from trainable.rollout.sampler import SampledReply, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 

@@ -29,7 +29,7 @@ from tune_study.placement.memory_plan import GpuCapacity, plan_memory
 from tune_study.placement.resources import preflight
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import make_plan
-from tune_study.tune.conclusion import write_results
+from tune_study.tune.session import write_results
 
 GOLDEN = Path(__file__).parent / "golden"
 MAX_RUN_LINES = 3

@@ -119,8 +119,8 @@ class Family:
     """Whether larger values of the primary outcome are better."""
     summarize: str
     """Function, as "module:NAME", that computes `steps_done` and the trial columns that no file contains. Called with
-    the rows of a run, sorted by step, and the step up to which the run keeps its last values (None: the step of its
-    last row)."""
+    the rows of a run, sorted by step, the step up to which the run keeps its last values (None: the step of its
+    last row), and the trial columns."""
     report: str
     """The `analysis.report.section.Report` of a study, as "module:NAME"."""
     get_environment: Callable[[Mapping[str, Any]], str]
@@ -130,8 +130,8 @@ class Family:
     log_columns: tuple[DisplayColumn, ...]
     """Columns of the line that each step writes to the log of its run. Some of these lines also go to standard output,
     if it is not a terminal."""
-    description: str = ""
-    """Description of the family for the report of toy studies, as "module:NAME"."""
+    description: Any = None
+    """For toy studies, the `sandboxes.toys.study.Description` that their report reads."""
     own_prefixes: tuple[str, ...] = ()
     """Prefixes of columns that are not in `step_columns`: the measures of plug-in games."""
 
@@ -160,14 +160,6 @@ class Family:
     language model, see `trainable.part_checks`."""
     remarks: str = ""
     """A tuple of `Remark` about configurations, as "module:NAME", or empty."""
-
-    def __post_init__(self) -> None:
-        if self.estimate_bytes is None and not self.is_fine_tuning:
-            # The sizes of a language model follow from its config.json. For other models, only the family knows them.
-            raise ValueError(
-                f"The family {self.name} sets no `estimate_bytes`. Only a family whose config_class is RunConfig may "
-                "leave it out: set estimate_bytes=FUNCTION."
-            )
 
     @property
     def is_fine_tuning(self) -> bool:

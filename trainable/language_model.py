@@ -30,14 +30,14 @@ class SingleRunTrainer:
 
     def step(self, before_update: Callable[[], None] = lambda: None) -> StepResult:
         """Train one step. Return its row, and the lines of its evaluations and gradient analysis."""
-        record, evaluations, gradients, trained_episodes = self.trainer.step(before_update)
+        row, evaluations, gradients, trained_episodes = self.trainer.step(before_update)
         lines = {**_make_lines(evaluations, trained_episodes), GRADIENTS_FILE: gradients}
-        return StepResult({self.seeds[0]: {"step": self.step_index, **record.to_row()}}, {self.seeds[0]: lines})
+        return StepResult({self.seeds[0]: {"step": self.step_index, **row}}, {self.seeds[0]: lines})
 
     def evaluate_final(self, seed: int, row: Row) -> tuple[Row, LinesByFile]:
         """Evaluate at the end of the run. Return the last `row` with the results, and the lines of the evaluation."""
-        final_evaluation, evaluations = self.trainer.evaluate_final()
-        return final_evaluation.add_to_row(row), _make_lines(evaluations)
+        final_row, evaluations = self.trainer.evaluate_final(row)
+        return final_row, _make_lines(evaluations)
 
     def get_state(self, seed: int) -> TrainerState:
         """Return the full state of the trainer, which has a single run."""

@@ -19,13 +19,12 @@ from ray.tune.search.repeater import TRIAL_INDEX
 from ray.util import get_node_ip_address
 
 from trainable.backend.gpus import make_bundles, take_gpus
-from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.own_parts import PartFile, register_file
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_outside_settings, resolve_key
+from trainable.config.setting_types import flatten_settings
 from trainable.files.json_values import read_object, write_object
 from trainable.files.paths import check_tree
-from trainable.files.run_marks import MARK_ENV
 from trainable.runs.failures import (
     NODE_UNFIT,
     NON_FINITE,
@@ -35,7 +34,7 @@ from trainable.runs.failures import (
     RunFailedError,
     classify_failure,
 )
-from trainable.runs.orphans import terminate_orphans
+from trainable.runs.orphans import MARK_ENV, terminate_orphans
 from trainable.runs.records import carry_values, make_empty_row
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, copy_run_files, list_states, read_rows
 from trainable.runs.study_record import STUDY_FILE, is_run_id
@@ -103,15 +102,7 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
 
     A run continues by itself from the newest complete checkpoint in its folder. `save_checkpoint` copies this folder,
     with hard links where the disk allows them, and `load_checkpoint` replaces it. No pickle is written or read.
-
-    Example::
-
-        tuner = tune.Tuner(
-            PPO,
-            param_space={"actor.kl_loss_coef": tune.grid_search([0, 0.1]), "seed": tune.grid_search([0, 1])},
-            run_config=tune.RunConfig(checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=5)),
-        )
-        trainer = PPO.from_checkpoint(tuner.fit().get_best_result("val_success", "max").checkpoint)
+    docs/ray_tune.md has examples.
     """
 
     family: str = "trainable.language_model:TRAINER"

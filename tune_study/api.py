@@ -6,8 +6,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from search_spaces.declaration.study import Study
-from tune_study.commands.requests import LaunchRequest, RunRequest
-from tune_study.commands.run_options import ChosenPreset, plan_from_options
+from tune_study.commands.requests import ChosenPreset, LaunchRequest, RunRequest, plan_from_options
 from tune_study.host.console import make_console
 from tune_study.host.gpus import detect_gpus
 from tune_study.plan.own_study import StudySource, check_study, load_typed_files

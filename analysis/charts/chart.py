@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import vl_convert
 
-from trainable.files.control_characters import LINE_CHARACTERS, escape_controls
+from trainable.files.paths import LINE_CHARACTERS, escape_controls
 
 INK = "currentColor"
 FILE_INK = "#333333"

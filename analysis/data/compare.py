@@ -14,7 +14,7 @@ from analysis.data.frames import StudyFrames
 from analysis.data.replicates import find_recorded_values
 from analysis.data.schemas import Row, get_family
 from analysis.data.summaries import LATE_EVALUATIONS, count_missed_evaluations
-from analysis.stats.estimates import MIN_SEEDS, Estimate, Floats, holm_adjust
+from analysis.stats.estimates import MIN_SEEDS, Estimate, holm_adjust
 from analysis.stats.noise import (
     ARM_DOUBT,
     REFERENCE_DOUBT,
@@ -23,7 +23,6 @@ from analysis.stats.noise import (
     compute_doubt,
     compute_equivalence_p_value,
     compute_level_variance,
-    estimate_paired_contrast,
     estimate_pooled_mean,
     estimate_unpaired_difference,
     fit_noise,
@@ -101,12 +100,6 @@ class Outcomes:
     """For each arm and seed, `StudyFrames.run_digests`."""
     is_fraction: bool = False
     """Whether the outcome is a fraction, so that no difference exceeds 1."""
-
-    def get_sample(self, arm: str) -> Floats:
-        """Return the outcomes (S,) of an arm in the order of the columns of `values`, NaN where one is missing."""
-        if arm not in self.values.index:
-            return np.full(self.values.shape[1], math.nan)
-        return self.values.loc[arm].to_numpy(dtype=float)
 
     def get_values(self, arm: str) -> "pd.Series[float]":
         """Return the outcomes of an arm by seed, without missing ones."""
@@ -332,28 +325,21 @@ def estimate_difference(outcomes: Outcomes, arm: str, baseline: str) -> Estimate
     Runs are paired by seed if the two have at least two seeds in common, or the same single seed. Otherwise all runs of
     both are compared. The estimate is empty if either has no scored run.
     """
-    sample, reference = outcomes.get_sample(arm), outcomes.get_sample(baseline)
-    min_variance = outcomes.get_min_variance(arm, baseline)
-    differences = _drop_missing(sample - reference)
-    doubts = outcomes.get_doubts(arm, baseline)
+    sample, reference = outcomes.get_values(arm), outcomes.get_values(baseline)
+    min_variance, doubts = outcomes.get_min_variance(arm, baseline), outcomes.get_doubts(arm, baseline)
     if outcomes.num_comparisons or is_paired(outcomes, arm, baseline):
+        differences = (sample - reference).dropna()
         return estimate_contrast(
             outcomes, differences, outcomes.num_comparisons, min_variance=min_variance, doubt=max(doubts)
         )
-    return estimate_unpaired_difference(
-        _drop_missing(sample), _drop_missing(reference), outcomes.noise, min_variance, doubts
-    )
+    return estimate_unpaired_difference(sample, reference, outcomes.noise, min_variance, doubts)
 
 
 def is_paired(outcomes: Outcomes, arm: str, baseline: str) -> bool:
     """Check whether runs are paired by seed: with two or more common seeds, or the same single seed."""
-    has_sample, has_reference = (~np.isnan(outcomes.get_sample(name)) for name in (arm, baseline))
-    num_common = int((has_sample & has_reference).sum())
-    return num_common > 1 or num_common == has_sample.sum() == has_reference.sum()
-
-
-def _drop_missing(values: Floats) -> Floats:
-    return values[~np.isnan(values)]
+    seeds, reference_seeds = (outcomes.get_values(name).index for name in (arm, baseline))
+    num_common = len(seeds.intersection(reference_seeds))
+    return num_common > 1 or num_common == len(seeds) == len(reference_seeds)
 
 
 def estimate_contrast(
@@ -364,13 +350,13 @@ def estimate_contrast(
     min_variance: float = 0.0,
     doubt: float = 0.0,
 ) -> Estimate:
-    """Estimate the mean over seeds of a contrast between runs, with pooled noise; see `estimate_paired_contrast`.
+    """Estimate the mean over seeds of a contrast between runs, with pooled noise; see `estimate_pooled_mean`.
 
     If seeds were added after a look, the test is valid at all looks, for `num_comparisons` contrasts, and uses no
     pooled noise. With too few seeds for any verdict there is no interval.
     """
     if not outcomes.num_comparisons:
-        return estimate_paired_contrast(per_seed, outcomes.noise, weight_norm, min_variance, doubt)
+        return estimate_pooled_mean(per_seed, outcomes.noise.paired, weight_norm, min_variance, doubt)
     estimate = estimate_mean_sequentially(per_seed, num_comparisons=num_comparisons)
     return estimate if math.isfinite(estimate.low) else estimate._replace(low=math.nan, high=math.nan)
 

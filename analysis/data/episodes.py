@@ -11,9 +11,8 @@ import pandas as pd
 
 from analysis.data.run_files import has_valid_entries, is_bool, is_int64, is_number, is_text
 from analysis.data.schemas import BOOL, FLOAT, INT, TEXT, Row
-from trainable.files.control_characters import escape_controls
 from trainable.files.json_values import DamageWarning
-from trainable.files.paths import check_path
+from trainable.files.paths import check_path, escape_controls
 from trainable.runs.episode_lines import RecordedChild, RecordedEpisode, RecordedTurn
 from trainable.runs.run_files import EPISODES_FILE, RunLines, select_lines
 from trainable.runs.study_record import StudyRecord, is_run_id

@@ -178,6 +178,13 @@ class StudyFrames:
             write_table(getattr(self, frame_name), Path(folder) / f"{frame_name}.parquet", damage)
 
 
+def list_differing_settings(trials: pd.DataFrame) -> list[str]:
+    """List the settings in which runs differ, without the seed."""
+    names = [name.removeprefix(CONFIG_PREFIX) for name in map(str, trials) if name.startswith(CONFIG_PREFIX)]
+    # As text, because a missing value is not equal to itself.
+    return [name for name in names if name != "seed" and trials[CONFIG_PREFIX + name].astype("str").nunique() > 1]
+
+
 def merge_schemas(families: Iterable[Family], frame_name: str) -> Schema:
     """Merge the columns of all families in one frame. A test ensures that a shared name has the same type."""
     return {name: kind for family in families for name, kind in get_schemas(family.name)[frame_name].items()}

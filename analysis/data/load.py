@@ -241,7 +241,9 @@ def _make_trial_row(study: StudyRecord, run: RunFiles, family: Family) -> Row:
         **asdict(replace(run.status, run_id=run.header.run_id)),
         "steps_total": run.steps_total,
         # Only a run that a rule stopped is credited with its last values up to the planned end.
-        **resolve_name(family.summarize)(run.rows, run.steps_total if run.status.status == "early_stopped" else None),
+        **resolve_name(family.summarize)(
+            run.rows, run.steps_total if run.status.status == "early_stopped" else None, family.trial_columns
+        ),
     }
 
 

@@ -11,7 +11,7 @@ LATE_EVALUATIONS = 4
 """Number of evaluations that a run's outcome averages: a single one would add its noise to every comparison."""
 
 
-def summarize_ppo_run(rows: Sequence[Row], end_step: int | None) -> Row:
+def summarize_ppo_run(rows: Sequence[Row], end_step: int | None, trial_columns: Iterable[Column]) -> Row:
     """Compute success before training, along the curve and at the end; see `Family.summarize`."""
     # Most rows have no validation: only every n-th step is validated.
     points = [(row["step"], row["val_success"]) for row in rows if row.get("val_success") is not None]

@@ -139,13 +139,11 @@ def make_steps_table(gradients: pd.DataFrame, steps: Sequence[int]) -> pd.DataFr
 def make_signal_table(gradients: pd.DataFrame) -> pd.DataFrame:
     """Make a table of signal and noise estimates: a row per bucket (`all` last) and component of every analysis.
 
-    Columns: `ANALYSIS_KEYS`, bucket, component, `SIGNAL_COLUMNS` (docs/metrics.md), and `above_noise`: whether the
-    whole interval of the signal-to-noise ratio is above 0. Noise does not bias `signal`. It increases the published
-    norm and `mean_norm`, which are included for comparison.
+    Columns: `ANALYSIS_KEYS`, bucket, component, `SIGNAL_COLUMNS` (docs/metrics.md). Noise does not bias `signal`. It
+    increases the published norm and `mean_norm`, which are included for comparison.
     """
     rows = drop_empty_batches(pd.concat([select_buckets(gradients), gradients[gradients["bucket"] == WHOLE_BATCH]]))
-    table = rows[[*ANALYSIS_KEYS, "bucket", "component", *SIGNAL_COLUMNS]].reset_index(drop=True)
-    return table.assign(above_noise=table["snr_low"] > 0)
+    return rows[[*ANALYSIS_KEYS, "bucket", "component", *SIGNAL_COLUMNS]].reset_index(drop=True)
 
 
 def choose_share_column(gradients: pd.DataFrame) -> str:

@@ -174,20 +174,3 @@ def describe_comparison(row: Row) -> str:
         return f"Whether {first} or {second} matters more is open: {numbers}."
     stronger, weaker = (first, second) if row["difference"] > 0 else (second, first)
     return f"{stronger} matters more than {weaker}: {numbers}."
-
-
-def describe_simple_effects(grid: FactorGrid) -> list[str]:
-    """Describe, for each pair of factors, what a value of the first changes at each value of the second."""
-    sentences = []
-    for first, second in combinations(range(len(grid.settings)), 2):
-        other_axes = tuple(axis for axis in range(1, grid.outcomes.ndim) if axis - 1 not in (first, second))
-        cell_means = grid.outcomes.mean(axis=(0, *other_axes))  # (k_first, k_second)
-        names = [shorten_setting(grid.settings[factor]) for factor in (first, second)]
-        values = [[label_value(value) for value in grid.values[factor]] for factor in (first, second)]
-        for index, value in enumerate(values[0][1:], 1):
-            effects = ", ".join(
-                f"{effect:+.3f} with {names[1]} {other}"
-                for effect, other in zip(cell_means[index] - cell_means[0], values[1], strict=True)
-            )
-            sentences.append(f"{names[0]} {value} against {values[0][0]}: {effects}.")
-    return sentences

@@ -17,10 +17,10 @@ import numpy as np
 import pandas as pd
 
 from analysis.data.compare import SCORED_STATUSES, SIGNIFICANCE_LEVEL, cut_interval, make_estimate_columns
-from analysis.data.frames import StudyFrames, to_records
+from analysis.data.frames import StudyFrames, list_differing_settings, to_records
 from analysis.grid.layout import LATE_START
 from analysis.stats.estimates import MIN_SEEDS, mean_over_seeds, spearman_trend
-from analysis.sweep.verdicts import count_nouns, format_interval, format_p_value, format_signed_2
+from analysis.sweep.verdicts import count_nouns, format_interval, format_signed_2
 
 K1_NAMES = ("kl", "k1")
 FORM_COLUMN, COEFFICIENT_COLUMN = "config/actor.kl_loss_type", "config/actor.kl_loss_coef"
@@ -46,10 +46,9 @@ def make_kl_table(frames: StudyFrames) -> pd.DataFrame:
         form=runs[FORM_COLUMN], coefficient=runs[COEFFICIENT_COLUMN].astype(float)
     )
     # An id for each combination of the seed and all settings except form and coefficient.
+    names = [f"config/{name}" for name in list_differing_settings(runs)]
     left_out = {FORM_COLUMN, COEFFICIENT_COLUMN, SWITCH_COLUMN}
-    names = [name for name in map(str, runs) if name.startswith("config/") and name not in left_out]
-    differing_names = [name for name in names if runs[name].astype(str).nunique() > 1]
-    keys = [runs[name].astype(str) for name in (*differing_names, "seed")]
+    keys = [runs[name].astype(str) for name in (*names, "seed") if name not in left_out]
     table["match"] = runs.groupby(keys, sort=False).ngroup()
     table["last_step"] = table["run_id"].map(steps.groupby("run_id")["step"].max())
     # All runs with one match are measured over the steps of the shortest of them.
@@ -150,34 +149,14 @@ def describe_anchoring(trends: pd.DataFrame, differences: pd.DataFrame) -> list[
     theory = (
         "In theory, k1 (kl_loss_type=kl) used as a loss does not anchor the policy to the reference: its gradient is "
         "the gradient of log pi at the sampled tokens, in which the reference does not occur and whose expectation is "
-        "0 on policy. The runs of this grid show the following."
+        "0 on policy. The table has what the runs of this grid show."
     )
-    falling_forms = {row["form"] for row in rows if _find_direction(row) == "falls"}
+    falling_forms = {row["form"] for row in rows if row["rho"] < 0 and row["p"] < SIGNIFICANCE_LEVEL}
     # Forms under which KL to the reference falls with the coefficient, unless it also falls under k1.
     anchoring_forms = falling_forms if falling_forms.isdisjoint(K1_NAMES) else set()
     comparisons = [_describe_difference(row, row["form"] in anchoring_forms) for row in to_records(differences)]
     missing = ["No other KL loss has matching runs in this study, so k1 is not compared with any."]
-    return [theory, *(_describe_trend(row) for row in rows), *(comparisons or missing)]
-
-
-def _find_direction(row: dict[str, Any]) -> str:
-    """Say whether KL to the reference significantly falls or rises with the coefficient."""
-    if row["rho"] == 0 or not row["p"] < SIGNIFICANCE_LEVEL:
-        return "neither clearly falls nor clearly rises"
-    return "falls" if row["rho"] < 0 else "rises"
-
-
-def _describe_trend(row: dict[str, Any]) -> str:
-    interval_text = format_interval(row["rho_low"], row["rho_high"], format_signed_2) or NO_INTERVAL_TEXT
-    stopped_text = f" A rule stopped {row['early_stopped']} of the runs." if row["early_stopped"] else ""
-    return (
-        f"Under the loss {row['form']}, KL to the reference {_find_direction(row)} with the coefficient: it is "
-        f"{row['kl_smallest']:.2g} nats at coefficient {row['smallest']:g} and {row['kl_largest']:.2g} nats at "
-        f"{row['largest']:g}. "
-        f"The mean rank correlation is {format_signed_2(row['rho'])} {interval_text}, permutation "
-        f"{format_p_value(row['p'])}, over {row['sets']} sets of runs that differ only in the coefficient: "
-        f"{row['runs']} runs of {count_nouns(row['seeds'], 'seed')}.{stopped_text}"
-    )
+    return [theory, *(comparisons or missing)]
 
 
 def _describe_difference(row: dict[str, Any], is_anchoring: bool) -> str:
@@ -191,10 +170,8 @@ def _describe_difference(row: dict[str, Any], is_anchoring: bool) -> str:
         )
     elif row["high"] < 0:
         statement = f"KL to the reference falls more with the coefficient of k1 than with that of {row['form']}"
-    elif np.isnan(row["low"]):
-        statement = f"Whether k1 and {row['form']} differ is open: that needs an interval over seeds"
     else:
-        statement = f"There is no clear difference between k1 and {row['form']} in this grid"
+        statement = f"Whether k1 and {row['form']} differ is open"
     interval_text = format_interval(row["low"], row["high"], format_signed_2) or NO_INTERVAL_TEXT
     return (
         f"{statement}: the rank correlation of k1 minus that of {row['form']} is "

@@ -14,10 +14,10 @@ import numpy as np
 import pandas as pd
 
 from analysis.data.compare import SCORED_STATUSES, find_failed_stops, require_single_study
-from analysis.data.frames import FRAME_NAMES, StudyFrames, to_records
+from analysis.data.frames import FRAME_NAMES, StudyFrames, list_differing_settings, to_records
 from analysis.data.schemas import Row
 from analysis.stats.estimates import Estimate
-from analysis.stats.noise import Noise, estimate_paired_contrast, fit_noise
+from analysis.stats.noise import Noise, estimate_pooled_mean, fit_noise
 from analysis.sweep import series
 from trainable.config.aliases import shorten_setting
 from trainable.runs.study_record import OPEN_STATUSES
@@ -151,10 +151,9 @@ def find_grid(frames: StudyFrames) -> Grid | None:
 
 def select_settings(trials: pd.DataFrame) -> pd.DataFrame:
     """Select the settings in which arms differ, a column each, without the seed and `SWITCH_SETTINGS`."""
-    columns = {name: name.removeprefix("config/") for name in map(str, trials.columns) if name.startswith("config/")}
-    settings = trials[list(columns)].rename(columns=columns)
-    differing = [name for name in columns.values() if name != "seed" and settings[name].astype(str).nunique() > 1]
-    return settings[[name for name in differing if SWITCH_SETTINGS.get(name) not in differing]]
+    differing = list_differing_settings(trials)
+    names = [name for name in differing if SWITCH_SETTINGS.get(name) not in differing]
+    return trials[[f"config/{name}" for name in names]].set_axis(names, axis="columns")
 
 
 def make_member_table(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
@@ -329,14 +328,6 @@ def rename_arms(frames: StudyFrames, labels: Mapping[str, str]) -> StudyFrames:
     return replace(frames, **renamed_frames, study=renamed_study)
 
 
-def group_arms_by_panel(frames: StudyFrames, grid: Grid) -> StudyFrames:
-    """Rename the arms to their panels, so that all points of a panel are runs of one arm."""
-    # Only home rows: a run without a KL loss is a member of several panels, but an arm needs one name.
-    member_table = make_member_table(frames, grid)
-    home_rows = member_table[member_table["home"]]
-    return rename_arms(frames, dict(zip(home_rows["arm"], home_rows["panel"], strict=True)))
-
-
 def list_switches(grid: Grid) -> list[str]:
     """List the boolean factors of the panels. The axes of the plane are numeric, so they need no check."""
     return [setting for setting in grid.panels if isinstance(grid.factor_values[setting][0], bool)]
@@ -384,7 +375,7 @@ def _contrast_pairs(pairs: pd.DataFrame, measure: str, noise: Noise) -> Row:
     estimate = Estimate(float(difference.mean()), n=len(by_seed))
     if len(by_seed) > 1:
         # In a mean of m pairs without a common run, each run has the weight 1/m.
-        estimate = estimate_paired_contrast(by_seed.mean(), noise, float((2 / by_seed.size()).mean()))
+        estimate = estimate_pooled_mean(by_seed.mean(), noise.paired, float((2 / by_seed.size()).mean()))
     return {
         "measure": measure,
         "pairs": len(pairs),

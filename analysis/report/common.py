@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import pandas as pd
@@ -16,16 +16,15 @@ from analysis.data.schemas import Row
 from analysis.report.section import Figure, Listing, Section, Table, TableColumn, count_of, name, number, text
 from analysis.search.points import COMPLETE, make_points
 from analysis.sweep import findings
-from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, format_sentence, read_contrasts
+from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, read_contrasts
 from analysis.sweep.verdicts import (
     count_nouns,
-    describe_stop,
     format_p_value,
     format_signed_4,
     format_status,
     is_missing,
 )
-from trainable.config.aliases import flatten_settings
+from trainable.config.setting_types import flatten_settings
 from trainable.runs.records import STATUSES
 from trainable.runs.study_record import OPEN_STATUSES, Search, StudyRecord
 
@@ -102,18 +101,12 @@ def make_runs_table(frames: StudyFrames, columns: Iterable[TableColumn]) -> Iter
             STATUS,
             count_of("steps", "steps_done", "steps_total"),
             *columns,
-            TableColumn("reason", _format_reason),
+            text("reason", "reason"),
             text("run", "run_id"),
         ],
         to_records(trials),
         fold=f"All {len(trials)} runs",
     )
-
-
-def _format_reason(run: Row) -> str:
-    rule = run.get("stop_rule")
-    is_told = run["status"] != "early_stopped" or not rule or rule in run["reason"]
-    return run["reason"] if is_told else f"{run['reason']} {rule}, {describe_stop(run)}"
 
 
 def _make_contrast_figure(results: StudyResults) -> tuple[pd.DataFrame, pd.DataFrame] | None:
@@ -128,45 +121,28 @@ def _make_contrast_figure(results: StudyResults) -> tuple[pd.DataFrame, pd.DataF
 def _make_contrast_tables(results: StudyResults) -> Iterator[Table]:
     (family,) = results.frames.families
     columns = {column.name: column for column in family.trial_columns}
-    contrasts, pairs = results.contrasts, results.contrast_pairs
-    counts = [number(word, word, str) for word in ("lower", "higher", "equal")]
+    contrasts = results.contrasts
     for key in dict.fromkeys(contrasts["column"]):
         rank = "" if key == family.primary_column else " (secondary)"
-        rows = to_records(pairs[pairs["column"] == key])
         yield Table(
             [
                 name("contrast", "contrast"),
-                TableColumn("verdict", _format_contrast_verdict, "verdict"),
+                TableColumn("verdict", format_verdict, "verdict"),
                 number("first minus\nsecond", "difference", format_signed_4),
                 number("Holm p", "p_holm", format_p),
                 number("seeds", "seeds", str),
                 TableColumn("pairs", _format_pairs, "number"),
-                *counts,
+                *(number(word, word, str) for word in ("lower", "higher", "equal")),
                 TableColumn("not counted, or stopped", _format_run_notes),
             ],
             to_records(contrasts[contrasts["column"] == key]),
             title=f"`{key}`{rank}",
             caption=f"{columns[key].meaning} ({columns[key].unit}). Chosen because {family.contrasted_columns[key]}.",
         )
-        yield Table(
-            [
-                name("contrast", "contrast"),
-                text("first", "first"),
-                text("second", "second"),
-                number("mean of\nthe first", "first_mean", partial(format_ordinary, column=key)),
-                number("mean of\nthe second", "second_mean", partial(format_ordinary, column=key)),
-                number("first minus\nsecond", "difference", format_signed_4),
-                number("seeds", "seeds", str),
-                *counts,
-                TableColumn("not counted, or stopped", _format_run_notes),
-            ],
-            rows,
-            fold=f"All pairs in {key}: {len(rows)}",
-        )
-    yield Table([TableColumn("contrast", format_sentence)], to_records(contrasts), fold="In words")
 
 
-def _format_contrast_verdict(row: Row) -> str:
+def format_verdict(row: Row) -> str:
+    """Format a verdict, with its margin and its p-value if it is equal."""
     margin = f"\nwithin {row['margin']:g}, {format_p_value(row['p_equal_holm'])}" if row["verdict"] == "equal" else ""
     return f"{row['verdict']}{margin}"
 

@@ -98,7 +98,6 @@ class Comparison:
                 "label": label,
                 "name": study.name,
                 "folder": self.folders[label],
-                "question": study.question,
                 "preset": study.preset,
                 "seeds": findings.format_seeds(sorted(set(frames.trials["seed"]))),
                 "statuses": findings.format_status_counts(frames.trials),

@@ -14,10 +14,9 @@ from analysis.gradients import tables
 from analysis.gradients.tables import SHARE_LABELS
 from analysis.report.common import format_p
 from analysis.report.results import SweepResults
-from analysis.report.section import Figure, Section, Table, TableColumn, format_count, name, number, text
-from analysis.sweep.findings import describe_span, shorten_names
+from analysis.report.section import Figure, Section, Table, TableColumn, name, number
 from analysis.sweep.symptoms import PERMUTATION_SEED
-from analysis.sweep.verdicts import count_nouns, format_fraction, format_signed, format_signed_2
+from analysis.sweep.verdicts import format_fraction, format_signed_2
 
 
 def _make_figure(
@@ -25,9 +24,8 @@ def _make_figure(
     caption: str | Callable[[SweepResults], str],
     make_lines: Callable[[pd.DataFrame], pd.DataFrame],
     make_label: Callable[[pd.DataFrame], str],
-    subject: str,
 ) -> Figure[SweepResults]:
-    """Declare a figure with a line per arm or step. subject: of the sentence on its values."""
+    """Declare a figure with a line per arm or step."""
 
     def make_table(results: SweepResults) -> pd.DataFrame | None:
         # The figure of a search would have a line for each of many points.
@@ -40,27 +38,7 @@ def _make_figure(
             colors = {line: results.arm_colors[arm] for line, arm in arms.items()}
         return draw_lines(table, colors, make_label(results.frames.gradients))
 
-    return Figure(name, caption, make_table, draw, lambda table, results: describe_buckets(table, subject))
-
-
-def describe_buckets(table: pd.DataFrame, name: str) -> str:
-    """Say between which buckets the values of a figure lie, and how many are clearly above 0, by filter state.
-
-    A value is clearly above 0 if its whole interval is. table: from `tables.make_signal_lines` or `make_share_lines`.
-    name: what the values are, such as `the ratio`.
-    """
-    return " ".join(
-        _describe_filter_state(table[table["prefilter"] == prefilter], FILTER_LABELS[bool(prefilter)], name)
-        for prefilter in sorted(set(table["prefilter"]), reverse=True)
-    )
-
-
-def _describe_filter_state(rows: pd.DataFrame, label: str, name: str) -> str:
-    names = rows["line"].map(shorten_names(rows["line"])) + ", " + rows["bucket"].str.replace("_", " ")
-    span = describe_span(rows["value"].set_axis(names), "bucket")
-    bounded = rows.dropna(subset=["low", "high"])
-    above = f"clearly above 0 in {(bounded['low'] > 0).sum()} of {count_nouns(len(bounded), 'bucket')}; it is {span}"
-    return f"{label[0].upper()}{label[1:]}, {name} is {above if len(bounded) else f'{span}, without intervals'}."
+    return Figure(name, caption, make_table, draw)
 
 
 def _list_sentences(results: SweepResults) -> Iterator[str]:
@@ -100,15 +78,13 @@ def make_trend_rows(gradients: pd.DataFrame) -> list[Row]:
 
 
 def _make_tables(results: SweepResults) -> Iterator[Table]:
-    gradients = results.frames.gradients
-    step = number("step", "step", str)
     batch = TableColumn(
         "analyzed", lambda row: f"{'probe, ' * (row['source'] == 'probe')}{FILTER_LABELS[row['prefilter']]}"
     )
     yield Table(
         [
             name("arm"),
-            step,
+            number("step", "step", str),
             batch,
             name("component", "component"),
             number("runs", "runs", str),
@@ -119,37 +95,13 @@ def _make_tables(results: SweepResults) -> Iterator[Table]:
             number("upper / lower\nhalf of buckets", "ratio", format_fraction),
             number("permutation p", "p", format_p),
         ],
-        make_trend_rows(gradients),
+        make_trend_rows(results.frames.gradients),
         title="Trends with the reward std",
         note="rho is Spearman's rank correlation with the reward std over the buckets. The signal is an unbiased "
         "estimate of the squared norm of a bucket's expected gradient. The mean norm is that of its mean gradient; its "
         "square is signal plus noise. Values are means over runs, with intervals over runs from three on. p is from "
-        "permuting the buckets of each analysis, so it refers to these measurements and not to other runs.",
-    )
-    signals = tables.make_signal_table(tables.select_report_lines(gradients))
-    yield Table(
-        [
-            name("arm"),
-            number("seed", "seed", str),
-            step,
-            batch,
-            name("component", "component"),
-            number("norm of the\nmean gradient", "mean_norm"),
-            number("signal / noise", "snr", format_signed_2),
-            number("share of the\nexpected step", "signal_share", format_signed),
-            number("share of the\nsampled step", "share", format_signed),
-            *(
-                number(f"cosine\nto {label}", f"cosine_{key}", format_signed_2)
-                for key, label in (("task", "task"), ("entropy", "entropy"), ("kl", "KL"))
-            ),
-            number("groups", "group_count", format_count),
-            text("run", "run_id"),
-        ],
-        to_records(signals[signals["bucket"] == tables.WHOLE_BATCH]),
-        title="Whole batches",
-        note="Shares are signed fractions of the gradient step and sum to 1; a term with a share below 0 opposes the "
-        "step, and two terms with a cosine below 0 oppose each other. `python -m tune_study plot-gradients` draws each "
-        "analysis, and gradients.parquet has every number.",
+        "permuting the buckets of each analysis, so it refers to these measurements and not to other runs. "
+        "`python -m tune_study plot-gradients` draws each analysis, and gradients.parquet has every number.",
     )
 
 
@@ -164,7 +116,6 @@ GRADIENTS: Section[SweepResults] = Section(
             "At 0, the whole gradient of the bucket may be noise.",
             tables.make_signal_lines,
             lambda gradients: "signal / noise of the task gradient (1)",
-            "the ratio",
         ),
         _make_figure(
             "regularizer_share",
@@ -182,7 +133,6 @@ GRADIENTS: Section[SweepResults] = Section(
             lambda gradients: (
                 f"KL + entropy:\n{SHARE_LABELS[tables.choose_share_column(tables.select_report_lines(gradients))]}"
             ),
-            "the share",
         ),
     ),
     tables=_make_tables,

@@ -12,7 +12,6 @@ from analysis.grid.layout import MEASURES, Measure, compare_switch, list_switche
 from analysis.report.common import format_p
 from analysis.report.results import SweepResults
 from analysis.report.section import Figure, Section, Table, TableColumn, count_of, name, number, text
-from analysis.sweep import findings
 from analysis.sweep.verdicts import (
     count_nouns,
     format_fraction,
@@ -39,12 +38,6 @@ def _make_factor_tables(results: SweepResults) -> Iterator[Table]:
 
     columns = [name("factor", "factor"), number("spread", "spread", format_fraction)]
     yield Table([*columns, TableColumn("mean by value", format_means)], factors.list_factors(grid))
-    yield Table(
-        [text("effect", "effect")],
-        [{"effect": sentence} for sentence in factors.describe_simple_effects(grid)],
-        fold="What a value changes, by the value of the other factor",
-        note="Means over seeds. If they differ, the factors interact, and no main effect says it all.",
-    )
 
 
 def _explain_factors(results: SweepResults) -> str:
@@ -154,13 +147,6 @@ def describe_factors(grid: layout.Grid) -> list[str]:
 
 def _describe_grid(results: SweepResults) -> Iterator[str]:
     yield f"{count_nouns(len(results.arms), 'arm')} over {', '.join(describe_factors(results.known_grid))}."
-    cells = results.cells
-    marks = ["Each cell is the mean over its scored runs. All panels share one color scale."]
-    if cells["early_stopped"].any():
-        marks += ["A vermilion frame and a cross mark runs that a rule stopped as failures, with their last number."]
-    if cells[[measure.name for measure in MEASURES]].dropna(axis="columns", how="all").isna().any(axis=None):
-        marks += ["A dashed cell has no number but the status of its runs, or a dash if they did not measure it."]
-    yield " ".join([*marks, "A point without a cell is not part of the study."])
     num_shared = results.members.loc[results.members["shared"], "run_id"].nunique()
     if num_shared:
         verbs = ("appears", "counts") if num_shared == 1 else ("appear", "count")
@@ -214,31 +200,6 @@ def format_short(value: float) -> str:
     return digits.replace("0.", ".", 1) if abs(value) < 1 else digits
 
 
-def describe_cells(grid: layout.Grid, table: pd.DataFrame, label: str) -> str:
-    """Say between which cells a measure lies, as the means of their scored runs.
-
-    table: from `make_heat_map_table`. label: of the measure.
-    """
-    cells = table.dropna(subset="value").astype({"panel": str, "x": str, "y": str})
-    points = f"{shorten_setting(grid.x)} " + cells["x"] + f", {shorten_setting(grid.y)} " + cells["y"]
-    span = findings.describe_span(pd.Series(cells["value"].to_numpy(), _add_panel(points, cells["panel"])), "cell")
-    return f"{label[0].upper()}{label[1:]}: {span}."
-
-
-def describe_panel_curves(table: pd.DataFrame, label: str) -> str:
-    """Say the first values of a column, and between which panels and values of x the last ones lie.
-
-    A value is the mean over scored runs, whatever their y. table: from `layout.make_panel_curves`. label: of the
-    column, with its unit.
-    """
-    return findings.describe_curves(table.assign(arm=_add_panel(table["arm"], table["panel"])), label, "line")
-
-
-def _add_panel(names: "pd.Series[str]", panels: "pd.Series[str]") -> "pd.Series[str]":
-    """Add the panel to names, if there are several."""
-    return names + ", " + panels if panels.nunique() > 1 else names
-
-
 def _make_heat_map(measure: Measure) -> Figure[SweepResults]:
     return Figure(
         f"grid_{measure.name}",
@@ -252,34 +213,7 @@ def _make_heat_map(measure: Measure) -> Figure[SweepResults]:
             domain=measure.domain,
             is_log=measure.is_log,
         ),
-        lambda table, results: describe_cells(results.known_grid, table, measure.label),
     )
-
-
-def _make_cell_tables(results: SweepResults) -> Iterator[Table]:
-    cells = results.cells
-    columns = [
-        number(shorten_setting(results.known_grid.x), "x"),
-        number(shorten_setting(results.known_grid.y), "y"),
-        TableColumn("state", lambda row: f"{'shared: ' * row['shared']}{format_status(row['state'])}"),
-        count_of("scored\nof runs", "scored", "runs"),
-        number("stopped", "early_stopped", str),
-        *(_make_measure_column(measure) for measure in MEASURES if cells[measure.name].notna().any()),
-    ]
-    for panel, rows in cells.groupby("panel", sort=False):
-        yield Table(columns, to_records(rows), fold=f"**{panel}**: all numbers of {count_nouns(len(rows), 'cell')}")
-
-
-def _make_measure_column(measure: Measure) -> TableColumn:
-    def format_value(row: Row) -> str:
-        key = measure.name
-        mean, std, low, high = (
-            "" if is_missing(row[column]) else format_number(row[column])
-            for column in (key, f"{key}_std", f"{key}_low", f"{key}_high")
-        )
-        return f"{mean}\nstd {std}, {low} to {high}" if std else mean or "–"
-
-    return TableColumn(measure.label.replace(" (", "\n("), format_value, "number")
 
 
 GRID: Section[SweepResults] = Section(
@@ -287,9 +221,10 @@ GRID: Section[SweepResults] = Section(
     "The grid",
     sentences=_describe_grid,
     figures=tuple(map(_make_heat_map, MEASURES)),
-    tables=_make_cell_tables,
-    explanation="std is the standard deviation over the scored runs (seeds) of a cell, followed by their smallest and "
-    "largest value; a cell with one run has none. `figures/grid_cells.csv` has the same numbers.",
+    explanation="Each cell is the mean over its scored runs. All panels share one color scale. A vermilion frame and a "
+    "cross mark runs that a rule stopped as failures, with their last number. A dashed cell has no number but the "
+    "status of its runs, or a dash if they did not measure it. A point without a cell is not part of the study. "
+    "`figures/grid_cells.csv` has every number, with its runs and their standard deviation.",
     files=lambda results: {
         "grid_cells": results.cells.rename(columns={"x": results.known_grid.x, "y": results.known_grid.y})
     },

@@ -12,8 +12,7 @@ from markupsafe import Markup, escape
 from analysis.charts import chart as charts
 from analysis.charts.script import make_script
 from analysis.report.section import Heading, Listing, Section, Table, TableColumn, say
-from trainable.files.control_characters import LINE_CHARACTERS, escape_controls
-from trainable.files.paths import atomic_write
+from trainable.files.paths import LINE_CHARACTERS, atomic_write, escape_controls
 from trainable.files.step_phase import STEP_PHASE
 
 

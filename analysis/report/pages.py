@@ -96,18 +96,18 @@ def conclude(frames: StudyFrames, own_sections: Sequence[Section[Any]] = ()) -> 
     report = find_report(frames, own_sections)
     results = report.make_results(frames, has_labels=False)
     heading = make_heading(report, results)
-    tables = [] if results.search else _list_verdict_tables(report, results)
-    lines = [tuple(column.heading.replace("\n", " ") for column in table.columns) for table in tables[:1]]
-    for table in tables:
+    lines = []
+    if table := None if results.search else _find_verdict_table(report, results):
+        lines = [tuple(column.heading.replace("\n", " ") for column in table.columns)]
         lines += [tuple(format_plain_cell(column, row) for column in table.columns) for row in table.rows]
     return Conclusion(tuple(map(format_plain, [*heading.remarks, *heading.lead])), tuple(lines))
 
 
-def _list_verdict_tables(report: Report[Any], results: Any) -> list[Table]:
-    """List the tables of the first section that concludes and has tables: one, or one for each panel of a grid."""
+def _find_verdict_table(report: Report[Any], results: Any) -> Table | None:
+    """Find the first table with rows among those of the sections that conclude."""
     sections = [section for section in report.sections if section.concludes and section.when(results)]
-    tables = ([table for table in section.tables(results) if isinstance(table, Table)] for section in sections)
-    return next((group for group in tables if any(table.rows for table in group)), [])
+    tables = (table for section in sections for table in section.tables(results))
+    return next((table for table in tables if isinstance(table, Table) and table.rows), None)
 
 
 def summarize_runs(frames: StudyFrames) -> dict[str, dict[str, Any]]:
@@ -190,12 +190,12 @@ def _view_study(frames: StudyFrames, link: str) -> SectionView:
     """View a study in an index: what it asks and concludes, and its verdicts."""
     report = find_report(frames)
     results = report.make_results(layout.name_arms(frames))
-    heading, study = make_heading(report, results), frames.studies[0]
+    heading, study, table = make_heading(report, results), frames.studies[0], _find_verdict_table(report, results)
     return SectionView(
         f"study-{study.run}",
         study.name,
         [f"**{heading.title}**", heading.over, *(f"**{remark}**" for remark in heading.remarks), *heading.lead],
-        tables=[table for table in _list_verdict_tables(report, results) if table.rows],
+        tables=[table] if table else [],
         link=link,
     )
 

@@ -107,7 +107,7 @@ class SweepResults(StudyResults):
     @cached_property
     def dose_response(self) -> pd.DataFrame:
         """From `tables.make_dose_response`: one row per arm of a study with one axis."""
-        return tables.make_dose_response(self.frames)
+        return tables.make_dose_response(self.frames, self.summary)
 
     @cached_property
     def members(self) -> pd.DataFrame:
@@ -137,7 +137,11 @@ class SweepResults(StudyResults):
     @cached_property
     def line_frames(self) -> StudyFrames:
         """The frames whose arms are lines: the panels of a grid, because a line per point would be hundreds."""
-        return layout.group_arms_by_panel(self.frames, self.grid) if self.grid else self.frames
+        if not self.grid:
+            return self.frames
+        # A run without a KL loss is a member of several panels, but an arm needs one name.
+        home_rows = self.members[self.members["home"]]
+        return layout.rename_arms(self.frames, dict(zip(home_rows["arm"], home_rows["panel"], strict=True)))
 
     @cached_property
     def arm_colors(self) -> dict[str, str]:

@@ -125,16 +125,11 @@ FIGURES: tuple[Figure[StudyResults], ...] = (
 SEARCH: Section[Any] = Section(
     "search",
     "What the search came to",
-    sentences=lambda results: [
-        describe_search(results),
-        "By chance alone, one of many points beats the default: only its confirmation on fresh seeds is a test.",
-    ],
+    sentences=lambda results: [describe_search(results)],
+    figures=FIGURES,
     tables=_make_point_tables,
     explanation=_explain,
     files=make_files,
     when=lambda results: results.search is not None,
     concludes=True,
-)
-SEARCH_FIGURES: Section[Any] = Section(
-    "points", "History of the points", figures=FIGURES, when=lambda results: results.search is not None
 )

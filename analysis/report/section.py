@@ -159,7 +159,7 @@ class Section(Generic[Results_contra]):
     files: Callable[[Results_contra], Mapping[str, pd.DataFrame]] = lambda results: {}
     """The tables that are also written as figures/<name>.csv, by name, whether or not the page shows them."""
     concludes: bool = False
-    """Whether the terminal and the index of a suite have the sentences too, and the tables of the first one."""
+    """Whether the terminal and the index of a suite have the sentences too, and the first table of these sections."""
     is_warning: bool = False
     """Whether the sentences are a list in a box, such as the limits of a report."""
 

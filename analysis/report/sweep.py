@@ -3,10 +3,9 @@
 To show another column over training, add a `Curve` to `SUCCESS_CURVES` or `SIGNAL_CURVES`.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import altair as alt
 import numpy as np
@@ -15,16 +14,17 @@ import pandas as pd
 from analysis.charts import curves as charts
 from analysis.charts.chart import make_arm_colors
 from analysis.charts.dose import draw_dose_response
+from analysis.data.episodes import format_turns, read_episodes_of_run
 from analysis.data.frames import to_records
 from analysis.data.schemas import Row
 from analysis.grid import layout
 from analysis.report import common
 from analysis.report.common import format_p
 from analysis.report.gradients import GRADIENTS
-from analysis.report.grid import EDGE, FACTORS, GRID_SECTIONS, describe_factors, describe_panel_curves
+from analysis.report.grid import EDGE, FACTORS, GRID_SECTIONS, describe_factors
 from analysis.report.pages import list_consistency
 from analysis.report.results import SweepResults
-from analysis.report.search import SEARCH, SEARCH_FIGURES
+from analysis.report.search import SEARCH
 from analysis.report.section import (
     Figure,
     Heading,
@@ -42,14 +42,16 @@ from analysis.report.section import (
 )
 from analysis.sweep import findings, series, tables, time_course
 from analysis.sweep.collapse import compute_survival, describe_signal_problems
-from analysis.sweep.examples import choose_examples
 from analysis.sweep.symptoms import PERMUTATION_SEED, describe_order, summarize_order
 from analysis.sweep.verdicts import format_fraction, format_interval, format_number, format_signed, format_signed_number
 from trainable.config.aliases import shorten_setting
+from trainable.files.json_values import DamageWarning
+from trainable.files.paths import LINE_CHARACTERS, escape_controls
+from trainable.runs.episode_lines import RecordedEpisode
 from trainable.runs.history import COLLAPSE_DEFINITION
 
 MAX_OPEN_ARMS = 40
-"""With more arms, the verdicts of a grid are folded, a table per panel."""
+"""With more arms, the verdicts are folded."""
 
 
 def _make_verdict_tables(results: SweepResults) -> Iterator[Table]:
@@ -64,16 +66,8 @@ def _make_verdict_tables(results: SweepResults) -> Iterator[Table]:
         common.STATUS_COUNTS,
         text("notes", "notes"),
     ]
-    if not results.grid or len(results.arms) <= MAX_OPEN_ARMS:
-        yield Table(columns, results.arms)
-        return
-    home_rows = results.members[results.members["home"]]
-    for panel in layout.list_panels(results.grid, results.members)["panel"]:
-        names = {results.labels.get(arm, arm) for arm in home_rows.loc[home_rows["panel"] == panel, "arm"]}
-        rows = [row for row in results.arms if row["arm"] in names]
-        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in Counter(row["outcome"] for row in rows).items())
-        # A panel may have only shared runs, whose verdicts are listed in their home panel.
-        yield Table(columns, rows, fold=f"**{panel}**: {len(rows)} arm{'s' * (len(rows) > 1)}; {outcomes}")
+    is_folded = len(results.arms) > MAX_OPEN_ARMS
+    yield Table(columns, results.arms, fold=f"Verdicts of all {len(results.arms)} arms" if is_folded else "")
 
 
 def _format_difference(row: Row) -> str:
@@ -142,7 +136,6 @@ COLLAPSE: Section[SweepResults] = Section(
             "counts up to its last step.",
             lambda results: table if (table := compute_survival(results.line_frames))["collapsed"].any() else None,
             lambda table, results: charts.draw_survival(table, results.line_colors),
-            lambda table, results: findings.describe_survivors(table),
         ),
     ),
     tables=lambda results: _make_collapse_table(results) if results.has_collapse else (),
@@ -203,21 +196,12 @@ ORDER: Section[SweepResults] = Section(
 
 
 def _make_dose_caption(results: SweepResults) -> str:
-    table = results.dose_response
-    has_intervals = (table["basis"] != "").any()
-    sentences = {
-        f"Success at the end of training, {'with' if has_intervals else 'without'} 95 % intervals.": True,
-        "Circles: validation levels, sampled.": True,
-        "Triangles: validation levels, greedy.": table["greedy"].notna().any(),
-        "Squares: test levels, sampled.": table["test"].notna().any(),
-        "Dashed line: sampled success before training.": table["base"].notna().any(),
-        "Dotted line: greedy success before training.": table["base_greedy"].notna().any(),
-        "Vermilion cross: a rule stopped all scored runs of the arm as failures. Vermilion edge: it stopped some.": (
-            table["early_stopped"].any()
-        ),
-        findings.describe_interval_basis(table): has_intervals,
-    }
-    return " ".join(sentence for sentence, is_shown in sentences.items() if is_shown)
+    basis = findings.describe_interval_basis(results.dose_response)
+    return (
+        f"Success at the end of training, {'with' if basis else 'without'} 95 % intervals. Dashed line: sampled "
+        "success before training, dotted: greedy. Vermilion cross: a rule stopped all scored runs of the arm as "
+        f"failures. Vermilion edge: it stopped some. {basis}"
+    ).strip()
 
 
 DOSE_RESPONSE: Section[SweepResults] = Section(
@@ -361,9 +345,7 @@ def _make_curve_figure(curve: Curve) -> Figure[SweepResults]:
         make_caption,
         make_tables,
         draw,
-        lambda curves, results: (describe_panel_curves if results.grid else findings.describe_curves)(
-            curves[0], curve.label
-        ),
+        lambda curves, results: "" if results.grid else findings.describe_curves(curves[0], curve.label),
     )
 
 
@@ -406,9 +388,7 @@ LEARNING: Section[SweepResults] = Section(
 )
 
 
-def _make_time_tables(results: SweepResults) -> Iterator[Table]:
-    if not results.has_collapse:
-        yield from _make_collapse_table(results)
+def _make_time_table(results: SweepResults) -> Iterator[Table]:
     # A row without a number says only why.
     rows = to_records(results.learning_curves)
     yield Table(
@@ -431,8 +411,8 @@ def _make_time_tables(results: SweepResults) -> Iterator[Table]:
 
 TIME: Section[SweepResults] = Section(
     "time",
-    lambda results: "Ceiling and speed" if results.has_collapse else "Time to collapse, ceiling and speed",
-    tables=_make_time_tables,
+    "Ceiling and speed",
+    tables=_make_time_table,
     explanation="Secondary outcomes. A sigmoid is fitted to the validations of each arm. Its ceiling is the success "
     "that it approaches: what is learned in the end. Its midpoint is the cost at half of the gain: how fast. Intervals "
     "are over seeds, from five on. p is corrected over all rows of this table together.",
@@ -442,7 +422,9 @@ TIME: Section[SweepResults] = Section(
 
 
 def _make_secondary_table(results: SweepResults) -> Iterator[Table]:
-    rows = [] if results.grid else to_records(tables.compare_secondary(results.frames))
+    (family,) = results.frames.families
+    table = tables.compare_outcomes(results.frames, () if results.grid else family.secondary_columns)
+    rows = to_records(table.dropna(subset="difference"))
     yield Table(
         [
             name("arm"),
@@ -497,17 +479,6 @@ def _make_stop_tables(results: SweepResults) -> Iterator[Table]:
         note="The fraction stopped is of the scored runs, with Wilson's 95 % interval; a stop at a success of 0.9 or "
         "more does not count. Fisher's exact test compares it with the baseline's, corrected for the number of arms.",
     )
-    yield Table(
-        [
-            name("panel" if results.grid else "arm"),
-            number("groups\nper step", "groups"),
-            number("groups kept,\nfirst quarter", "kept_first_quarter"),
-            number("last quarter", "kept_last_quarter"),
-            number("with reward std 0,\nfirst quarter", "zero_std_first_quarter"),
-            number("last quarter", "zero_std_last_quarter"),
-        ],
-        to_records(series.count_kept_groups(results.line_frames)),
-    )
 
 
 def _describe_stops(results: SweepResults) -> Iterator[str]:
@@ -538,20 +509,45 @@ RETRIEVAL: Section[SweepResults] = Section(
             "If retrieval falls to guessing while entropy stays high, thoughts vary without depending on the level.",
             lambda results: None if results.search else series.make_arm_lines(results.line_frames),
             lambda table, results: charts.draw_arm_lines(table, results.line_colors),
-            lambda table, results: findings.describe_retrieval(table),
         ),
     ),
 )
 
 
+MAX_EXAMPLE_ARMS = 12
+"""A study with more arms has no examples in its report; the command `transcripts` prints them."""
+_MAX_CHARACTERS = 8_000
+"""Maximum length of an episode on the page, since large models may write long ones."""
+
+
 def _list_examples(results: SweepResults) -> Iterator[Listing]:
-    for arm in [] if results.grid or results.search else choose_examples(results.frames):
-        names = ", ".join(str(episode["name"]) for episode in arm.episodes)
-        parts = (
-            f"{row['title']}: {row['stop_reason']}, score {format_number(row['score'])}\n\n{row['text']}"
-            for row in arm.episodes
-        )
-        yield Listing(f"Arm {arm.arm}, seed {arm.seed}: {names}", "\n\n".join(parts))
+    """List a solved and a failed episode of the first and of the last validation of each arm's smallest seed."""
+    frames = results.frames
+    if results.grid or results.search or not frames.folders or len(frames.runs_by_arm) > MAX_EXAMPLE_ARMS:
+        return
+    for arm, runs in frames.runs_by_arm.items():
+        run = runs.loc[runs["seed"].idxmin()]
+        with warnings.catch_warnings():  # damaged lines were reported when the frames were loaded
+            warnings.simplefilter("ignore", DamageWarning)
+            episodes = read_episodes_of_run(frames.folders[0], run["run_id"])
+        # Read in reverse, the first of equal episodes is kept.
+        chosen = {(row.step, row.success): row for row in reversed(episodes) if not row.is_trained}
+        steps = sorted({step for step, _ in chosen})
+        keys = [(step, success) for step in dict.fromkeys((*steps[:1], *steps[-1:])) for success in (True, False)]
+        shown = [chosen[key] for key in keys if key in chosen]
+        names = ", ".join(f"{'solved' if row.success else 'failed'} after step {row.step}" for row in shown)
+        if shown:
+            yield Listing(f"Arm {arm}, seed {run['seed']}: {names}", "\n\n".join(map(_format_example, shown)))
+
+
+def _format_example(episode: RecordedEpisode) -> str:
+    text = escape_controls("\n".join(format_turns(episode)), allowed=LINE_CHARACTERS)
+    half = _MAX_CHARACTERS // 2
+    if (num_left_out := len(text) - 2 * half) > 0:
+        # A tree ends with its answer and the evidence.
+        text = f"{text[:half]}\n[{num_left_out:,} of {len(text):,} characters left out]\n{text[-half:]}"
+    title = f"After step {episode.step}, level {episode.level}: {episode.stop_reason}"
+    return f"{title}, score {format_number(episode.score)}\n\n{text}"
 
 
 EXAMPLES: Section[SweepResults] = Section(
@@ -559,10 +555,9 @@ EXAMPLES: Section[SweepResults] = Section(
     "What the policy did",
     tables=_list_examples,
     explanation="Of the first seed of each arm: a solved and a failed validation episode before training and at the "
-    "end, where one was recorded; and from the last training step the episodes with the largest and the smallest "
-    "advantage. Lines with | are what the policy saw, lines with > what it wrote. Rewards include the penalty of an "
-    "invalid reply. `python -m tune_study transcripts` prints all recorded episodes of validations, and with "
-    "`--trained` those that were trained on.",
+    "end, where one was recorded. Lines with | are what the policy saw, lines with > what it wrote. Rewards include "
+    "the penalty of an invalid reply. `python -m tune_study transcripts` prints all recorded episodes of validations, "
+    "and with `--trained` those that were trained on.",
 )
 
 
@@ -630,15 +625,8 @@ def _make_reproduction_tables(results: SweepResults) -> Iterator[Table | Listing
         "model": study.model or "–",
         "axis": values,
         "stop rules": f"{', '.join(study.stop_rules) or 'none'}; `early_stop` below has their thresholds",
-        **{f"{row['split']} levels": _describe_levels(row) for row in findings.summarize_levels(results.frames)},
     }
     yield from common.make_reproduction_tables(results, facts)
-
-
-def _describe_levels(row: Mapping[str, Any]) -> str:
-    some = f"{row['classes']} different: levels that the game counts as equal count once"
-    different = "all different" if row["classes"] == row["levels"] else some
-    return f"{row['levels']} levels, seeds {row['first']} to {row['last']}, {different}; {row['modes']}"
 
 
 REPRODUCTION: Section[SweepResults] = Section(
@@ -657,7 +645,7 @@ def _make_heading(results: SweepResults) -> Heading:
     )
 
 
-_RESULTS = (VERDICTS, SEARCH, SEARCH_FIGURES, COLLAPSE, FACTORS, DOSE_RESPONSE, LEARNING_CURVES, EDGE, *GRID_SECTIONS)
+_RESULTS = (VERDICTS, SEARCH, COLLAPSE, FACTORS, DOSE_RESPONSE, LEARNING_CURVES, EDGE, *GRID_SECTIONS)
 _DETAILS = (common.CONTRASTS, ORDER, CAVEATS, LEARNING, TIME, SECONDARY, STOPS, RETRIEVAL, GRADIENTS)
 _RECORDS = (EXAMPLES, BUDGETS, CONSISTENCY, RUNS, REPRODUCTION)
 SWEEP_REPORT: Report[SweepResults] = Report(

@@ -182,27 +182,20 @@ def compute_level_variance(differences: ArrayLike, clusters: ArrayLike) -> float
     return max(variance, 0.0)
 
 
-def estimate_paired_contrast(
-    per_seed: ArrayLike, noise: Noise, weight_norm: float = 2.0, min_variance: float = 0.0, doubt: float = 0.0
+def estimate_pooled_mean(
+    per_seed: ArrayLike, pool: Pool | None, weight_norm: float = 1.0, min_variance: float = 0.0, doubt: float = 0.0
 ) -> Estimate:
-    """Estimate the mean of one contrast per seed (n,), such as a paired difference, with the noise of all arms.
+    """Estimate the mean of one number per seed (n,), such as a paired difference, with the noise of a pool.
 
-    per_seed: sum_a w_a y_as for each seed, with weights w that sum to 0 and weight_norm = sum_a w_a^2, 2 for a
-    difference. min_variance: variance of evaluating one run, a lower bound on any run's variance. doubt: that the
-    contrast's runs are as noisy as the pool's, see `compute_doubt`.
+    per_seed: sum_a w_a y_as for each seed, with weights w and weight_norm = sum_a w_a^2: 1 for outcomes, 2 for paired
+    differences. min_variance: variance of evaluating one run, a lower bound on any run's variance. doubt: that the runs
+    are as noisy as the pool's, see `compute_doubt`.
 
     The variance of a run is v = max(blended, min_variance), where the individual estimate is var(per_seed) /
     weight_norm with n - 1 degrees of freedom; the standard error is sqrt(weight_norm v / n). With one seed the pool is
     the only estimate. There is no interval without any estimate, or if v is 0: equal numbers are no certainty.
     """
-    return estimate_pooled_mean(per_seed, noise.paired, weight_norm, min_variance, doubt)
-
-
-def estimate_pooled_mean(
-    numbers: ArrayLike, pool: Pool | None, weight_norm: float = 1.0, min_variance: float = 0.0, doubt: float = 0.0
-) -> Estimate:
-    """Estimate the mean of numbers (n,), one per seed, with the noise of a pool; see `estimate_paired_contrast`."""
-    values = np.asarray(numbers, dtype=float)
+    values = np.asarray(per_seed, dtype=float)
     if not values.size:
         return Estimate()
     variance, df = _estimate_variance(values, pool, doubt, weight_norm)

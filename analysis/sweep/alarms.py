@@ -17,8 +17,8 @@ from analysis.data.summaries import compute_late_mean
 from analysis.stats.estimates import NAN, wilson_interval
 from analysis.sweep.collapse import find_run_ends
 from analysis.sweep.symptoms import SYMPTOMS, estimate_median_lead
-from trainable.config.alarm_rule import AlarmRule
 from trainable.config.sections import EarlyStopConfig
+from trainable.config.setting_types import AlarmRule
 from trainable.runs.stop_rules import RULES, History, find_alarm, list_active_rules
 
 WINDOWS = (1, 3, 5, 10)

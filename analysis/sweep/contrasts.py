@@ -21,15 +21,12 @@ from analysis.data import compare
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
 from analysis.stats.estimates import Estimate
-from analysis.sweep.verdicts import count_nouns, format_holm, format_status, name_verdict
+from analysis.sweep.verdicts import format_status, name_verdict
 from trainable.families import Family
 from trainable.runs.study_record import DeclaredContrast, StudyRecord
 
 _DECIMALS = 12
 """Differences are rounded to this many decimals, so that equal runs have a difference and a std of exactly 0."""
-
-MAX_NAMED_RUNS = 3
-"""Maximum number of stopped runs that a sentence names. With more, only the table names them."""
 
 _SEED_COLUMNS = ("column", "contrast", "first", "second", "seed", "first_value", "second_value", "difference")
 _RUN_NOTE_COLUMNS = ("excluded_runs", "early_stopped_runs", "num_early_stopped")
@@ -312,53 +309,3 @@ def _format_seed_lists(seeds_by_name: Mapping[str, Mapping[int, str]]) -> str:
         f"{name}: seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds[seed] for seed in sorted(seeds))}"
         for name, seeds in seeds_by_name.items()
     )
-
-
-def format_sentence(row: Row) -> str:
-    """State the verdict on a contrast in words. row: from `compute_contrasts`."""
-    margin_text = f" within {row['margin']:g}" if row["verdict"] == "equal" else ""
-    text = f"{row['contrast']}, {row['column']}: {row['verdict']}{margin_text}: {_format_size(row)}"
-    # Without a counted seed there are no signs to count, only excluded runs to name.
-    if row["seeds"]:
-        equal_text = f", equal in {row['equal']}" if row["equal"] else ""
-        used_text = "" if row["pairs_used"] == row["pairs"] else f"{row['pairs_used']} of "
-        pairs_text = f"{used_text}{count_nouns(row['pairs'], 'pair')}"
-        text += f"; {pairs_text}: lower in {row['lower']}, higher in {row['higher']}{equal_text}"
-    if row["excluded_runs"]:
-        if row["seeds"] and row["run_pairs_used"] != row["pairs_used"] * row["seeds"]:
-            common = row["difference_same_pairs"]
-            common_text = f"{common:+.4g} over the pairs that every seed has"
-            text += f"; seeds have different pairs: {'no pair has every seed' if math.isnan(common) else common_text}"
-        excluded_count = row["run_pairs"] - row["run_pairs_used"]
-        text += f"; {excluded_count} of {row['run_pairs']} pairs of runs excluded ({row['excluded_runs']})"
-    if row["early_stopped_runs"]:
-        names_text = f" ({row['early_stopped_runs']})" if row["num_early_stopped"] <= MAX_NAMED_RUNS else ""
-        count_text = count_nouns(row["num_early_stopped"], "run")
-        text += f"; {count_text} stopped by a rule, counted with the last row{names_text}"
-    return text
-
-
-def _format_size(row: Row) -> str:
-    if row["verdict"] == "no comparison":
-        return "no pair has a seed for which both runs count"
-    seeds_text = f"over {count_nouns(row['seeds'], 'seed')}"
-    if row["verdict"] == "no effect":
-        return f"every row of both runs is equal, {seeds_text}"
-    if not row["se"] > 0:
-        reason = "the differences of all seeds are equal" if row["se"] == 0 else "no arm has runs that differ"
-        return f"{row['difference']:+.4g} {seeds_text}, without an interval, because {reason}"
-    if math.isnan(row["difference_low"]):
-        return f"{row['difference']:+.4g} {seeds_text}, too few for a test that is valid at every look"
-    interval_text = (
-        f"{row['difference']:+.4g} [{row['difference_low']:+.4g}, {row['difference_high']:+.4g}] {seeds_text}"
-    )
-    if row["verdict"] == "equal":
-        return f"{interval_text}, {format_holm(row['p_equal_holm'])}"
-    interval_text += f", {format_holm(row['p_holm'])}"
-    if row["verdict"] != "open":
-        return interval_text
-    if row["p"] < compare.SIGNIFICANCE_LEVEL:
-        interval_text += "; the difference is significant alone, but not with Holm's correction"
-    # The farther end of the interval is the largest difference that the data do not exclude.
-    missed_size = max(-row["difference_low"], row["difference_high"])
-    return f"{interval_text}; a difference of up to {missed_size:.2g} could have been missed"

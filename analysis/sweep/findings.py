@@ -2,17 +2,14 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from analysis.data import compare
-from analysis.data.frames import StudyFrames, to_records
-from analysis.data.schemas import get_family
-from analysis.data.summaries import LATE_EVALUATIONS
+from analysis.data.frames import StudyFrames, list_differing_settings, to_records
 from analysis.stats.estimates import Estimate
 from analysis.sweep.verdicts import (
     MIN_REGIME_RUNS,
@@ -25,7 +22,7 @@ from analysis.sweep.verdicts import (
     format_status,
     join_arms,
 )
-from trainable.config.aliases import flatten_settings
+from trainable.config.setting_types import flatten_settings
 from trainable.runs.history import MASTERED_SUCCESS
 from trainable.runs.records import STATUSES
 from trainable.runs.study_record import OPEN_STATUSES, StudyRecord
@@ -34,8 +31,6 @@ MAX_LISTED_ARMS = 5
 """With more arms, a sentence gives the number of the others."""
 MAX_LINE_LENGTH = 120
 """A longer list of arms is replaced by their number, as in a grid with long names."""
-MAX_NAME_LENGTH = 24
-"""Longer names of arms are given without what all of them share."""
 MAX_LISTED_STEPS = 6
 """With more steps, a sentence gives the first and the last."""
 OUTCOME_LABELS = {
@@ -158,37 +153,13 @@ def _format_arms(arms: Sequence[str]) -> str:
     return f"arm{'s' if len(arms) > 1 else ''} {shown}{others}"
 
 
-def shorten_names(names: Iterable[str]) -> dict[str, str]:
-    """Map long names to what distinguishes them: without the words between hyphens that all begin or end with.
-
-    >>> shorten_names(["ppo-sokoban-topk100-kl0-low_var_kl", "ppo-sokoban-topk60-kl0-low_var_kl"]).values()
-    dict_values(['topk100', 'topk60'])
-    """
-    words = {name: re.split(r"(?<!\de)-", name) for name in names}  # the hyphen of 1e-4 is a sign
-    if len(words) < 2 or max(map(len, words)) <= MAX_NAME_LENGTH or any(" " in name for name in words):
-        return {name: name for name in words}
-    num_first, num_last = (
-        sum(1 for _ in takewhile(lambda place: len(set(place)) == 1, zip(*lists, strict=False)))
-        for lists in (words.values(), [parts[::-1] for parts in words.values()])
-    )
-    return {name: "-".join(parts[num_first : len(parts) - num_last]) or name for name, parts in words.items()}
-
-
 def describe_interval_basis(table: pd.DataFrame) -> str:
-    """A sentence on what the intervals of the arms are over, which names arms only if they differ in it.
+    """A sentence on what the intervals of the arms are over; empty without an interval.
 
-    table: of `tables.make_dose_response` or `tables.summarize_arms`. Empty without an interval.
+    table: of `tables.make_dose_response` or `tables.summarize_arms`.
     """
-    rows = table[table["basis"] != ""]
-    if rows["basis"].nunique() <= 1:
-        return "".join(f"Intervals are {basis}." for basis in rows["basis"].unique())
-    seeds, sources = (
-        [(str(value), _format_arms(list(arms))) for value, arms in rows["arm"].groupby(column, sort=False)]
-        for column in (rows["basis"].str.partition(", with the noise of ")[place] for place in (0, 2))
-    )
-    counts = "; ".join(f"{count} for {arms}" if len(seeds) > 1 else count for count, arms in seeds)
-    noise = "; of ".join(f"{source} for {arms}" if len(sources) > 1 else source for source, arms in sources)
-    return f"Intervals are {counts}. They allow for the noise of {noise}."
+    bases = [basis for basis in table["basis"].unique() if basis]
+    return f"Intervals are {'; or '.join(bases)}." if bases else ""
 
 
 def format_status_counts(trials: pd.DataFrame) -> str:
@@ -247,21 +218,15 @@ def describe_learning(row: dict[str, Any]) -> list[str]:
 
 def _interpret_gain(row: dict[str, Any]) -> str:
     """What the gains in sampled and greedy success show together: more solved levels, or only sharper sampling."""
-    if np.isnan(row["gain_low"]):
-        return "Nothing shows how much runs of one setting differ, so it is open whether this gain is more than chance."
     if not row["gain_low"] > 0:
         return "Sampled success does not clearly rise."
-    if np.isnan(row["gain_greedy_low"]):
-        is_missing = np.isnan(row["gain_greedy"])
-        reason = "Greedy success was not measured" if is_missing else "The gain in greedy success has no interval"
-        return f"{reason}, so it is open whether the policy can solve more levels or only samples with less noise."
     if row["gain_greedy_low"] > 0:
         return (
             "Both rise: the most likely reply solves more levels than before, so the gain is more than a reduction of "
             "sampling noise. It does not show which skill was learned."
         )
     return (
-        "Sampled success rises, but greedy success does not clearly rise: the policy samples the replies that it "
+        "Sampled success rises, and greedy success does not clearly rise: the policy may sample the replies that it "
         "already preferred more often. This is no evidence that it solves levels that it could not solve before."
     )
 
@@ -450,21 +415,6 @@ def _list_comparison_caveats(summary: pd.DataFrame) -> Iterator[str]:
         )
 
 
-def summarize_levels(frames: StudyFrames) -> list[dict[str, Any]]:
-    """One row per split: the number of levels, the number up to symmetry, the range of level seeds, and the modes."""
-    return [
-        {
-            "split": split,
-            "levels": rows["level"].nunique(),
-            "classes": rows["cluster"].nunique(),
-            "first": rows["level"].min(),
-            "last": rows["level"].max(),
-            "modes": ", ".join(sorted(rows["mode"].unique(), reverse=True)),
-        }
-        for split, rows in frames.levels.groupby("split", sort=False)
-    ]
-
-
 def list_games(frames: StudyFrames) -> list[str]:
     """The games that the arms of a study play, in the order of the arms; of the user's games also the file."""
     (study,), (family,) = compare.require_single_study(frames).studies, frames.families
@@ -477,80 +427,40 @@ def list_games(frames: StudyFrames) -> list[str]:
 
 def list_arm_settings(frames: StudyFrames) -> list[dict[str, Any]]:
     """The settings in which runs differ, without seeds, each with its value in every arm."""
-    setting_columns = [name for name in frames.trials.columns if name.startswith("config/") and name != "config/seed"]
-    # As text, because a missing value is not equal to itself.
-    differing_settings = [name for name in setting_columns if frames.trials[name].astype("str").nunique() > 1]
     by_arm = frames.trials.groupby("arm", sort=False)
     return [
-        {"setting": name.removeprefix("config/"), "values": [str(rows[name].iloc[0]) for _, rows in by_arm]}
-        for name in differing_settings
+        {"setting": name, "values": [str(rows[f"config/{name}"].iloc[0]) for _, rows in by_arm]}
+        for name in list_differing_settings(frames.trials)
     ]
 
 
-def describe_curves(table: pd.DataFrame, name: str, entry: str = "arm") -> str:
+def describe_curves(table: pd.DataFrame, name: str) -> str:
     """The first values of a column, and between which arms the last ones lie; empty without a scored run.
 
     The value of an arm is the mean over its scored runs, each at its own last step. Where each run has one value, none
-    is called the first. table: from `series.make_curves`. name: what the values are, with their unit. entry: what the
-    column `arm` names.
+    is called the first. table: from `series.make_curves`. name: what the values are, with their unit.
     """
     scored_rows = table[table["status"].isin(compare.SCORED_STATUSES)]
     if scored_rows.empty:
         return ""
     if not scored_rows["run_id"].duplicated().any():
-        span = describe_span(scored_rows.groupby("arm", sort=False)["value"].mean(), entry)
+        span = _describe_span(scored_rows.groupby("arm", sort=False)["value"].mean())
         steps = scored_rows["step"]
         time = f"at step {steps.iloc[0]:g}" if steps.nunique() == 1 else "at the end"
         return f"{name[0].upper()}{name[1:]}: {span} {time}, the only measurement of each run."
     runs = scored_rows.groupby(["arm", "run_id"], sort=False)["value"]
     firsts, lasts = (values.groupby("arm", sort=False).mean() for values in (runs.first(), runs.last()))
     low, high = format_number(firsts.min()), format_number(firsts.max())
-    first = f"{low} in every {entry}" if low == high else f"{low} to {high} over the {entry}s"
-    return f"{name[0].upper()}{name[1:]}: {first} at first; {describe_span(lasts, entry)} at the end."
+    first = f"{low} in every arm" if low == high else f"{low} to {high} over the arms"
+    return f"{name[0].upper()}{name[1:]}: {first} at first; {_describe_span(lasts)} at the end."
 
 
-def describe_run_spread(table: pd.DataFrame) -> str:
-    """How far apart the scored runs of one arm end, at most; empty if no arm has two.
-
-    table: from `series.make_curves`.
-    """
-    scored_rows = table[table["status"].isin(compare.SCORED_STATUSES)]
-    lasts = scored_rows.groupby(["arm", "run_id"], sort=False)["value"].last().groupby("arm", sort=False)
-    spreads = (lasts.max() - lasts.min())[lasts.count() > 1]
-    if spreads.empty:
-        return ""
-    return f"Runs of one arm end at most {format_number(spreads.max())} apart ({spreads.idxmax()})."
-
-
-def describe_retrieval(table: pd.DataFrame) -> str:
-    """Between which arms retrieval lies at the end, and what guessing would reach. table: from `make_arm_lines`."""
-    sentences = []
-    for measure, rows in table.dropna(subset="chance").groupby("measure", sort=False):
-        span = describe_span(rows.groupby("arm", sort=False)["value"].last())
-        name, chance = str(measure).removesuffix(" (fraction)"), format_number(rows["chance"].iloc[-1])
-        sentences.append(f"{name[0].upper()}{name[1:]}: {span} at the end; guessing would reach {chance}.")
-    return " ".join(sentences)
-
-
-def describe_survivors(table: pd.DataFrame) -> str:
-    """Which arms share the line at 1, on which they hide each other. table: from `collapse.compute_survival`."""
-    survivors = list(dict.fromkeys(table.loc[table["collapsed"] == 0, "arm"]))
-    if not survivors:
-        return ""
-    return f"No run of {_format_arms(survivors)} collapsed{': they share the line at 1' * (len(survivors) > 1)}."
-
-
-def describe_span(values: "pd.Series[float]", entry: str = "arm") -> str:
-    """The smallest and the largest value with the names of their entries: `between 0.12 (KL 1) and 0.35 (KL 0)`.
-
-    values: at least one, none missing, with names as index; several entries may share a name. entry: what one is.
-    """
+def _describe_span(values: "pd.Series[float]") -> str:
+    """The smallest and the largest value by arm: `between 0.12 (KL 1) and 0.35 (KL 0)`."""
     low, high = format_number(values.min()), format_number(values.max())
     if low == high:
-        return f"{low} in every {entry}" if len(values) > 1 else low
-    names = shorten_names(values.index)
-    lowest, highest = names[values.index[values.argmin()]], names[values.index[values.argmax()]]
-    return f"between {low} ({lowest}) and {high} ({highest})"
+        return f"{low} in every arm" if len(values) > 1 else low
+    return f"between {low} ({values.idxmin()}) and {high} ({values.idxmax()})"
 
 
 def describe_confirmation(study: StudyRecord) -> str:
@@ -583,17 +493,10 @@ def describe_short_runs(study: StudyRecord) -> str:
     steps, preset_steps = study.total_steps, study.preset_steps
     if steps is None or preset_steps is None or steps >= SHORT_SHARE * preset_steps:
         return ""
-    sentence = (
+    return (
         f"A short study: {steps:,} training step{'' if steps == 1 else 's'} instead of the {preset_steps:,} of preset "
         f"{study.preset}, so it may not show what longer runs do."
     )
-    count = count_validations(study)
-    if 1 < count <= LATE_EVALUATIONS and get_family(study).primary_column.startswith("late_"):
-        sentence += (
-            f" Success at the end is the mean of all {count} validations after step 0, so it does not show how they "
-            "changed."
-        )
-    return sentence
 
 
 def format_seeds(seeds: Sequence[int]) -> str:

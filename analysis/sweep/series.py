@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import SCORED_STATUSES, list_arms, require_single_study
+from analysis.data.compare import SCORED_STATUSES, require_single_study
 from analysis.data.frames import StudyFrames, diff_frames, to_records
 
 BUDGETS: Mapping[str, str] = {
@@ -93,24 +93,6 @@ def make_arm_lines(frames: StudyFrames) -> pd.DataFrame:
         means = rows.groupby(["arm", "step"], sort=False, as_index=False).mean().sort_values("step", kind="stable")
         line_frames.append(means.assign(measure=RETRIEVAL_LABELS.get(name, "entropy (nats per token)")))
     return pd.concat(line_frames, ignore_index=True)[columns]
-
-
-def count_kept_groups(frames: StudyFrames) -> pd.DataFrame:
-    """Count each arm's groups per step: all collected, and how many were kept or had zero std, early and late.
-
-    Columns: arm, groups, kept_first_quarter, kept_last_quarter, zero_std_first_quarter, zero_std_last_quarter. Means
-    over steps and runs, by the quarters of each run's steps.
-    """
-    rows = []
-    for arm in list_arms(require_single_study(frames)):
-        steps = frames.steps[frames.steps["arm"] == arm]
-        progress = steps["step"] / steps.groupby("run_id")["step"].transform("max")
-        row = {"arm": arm, "groups": steps["groups"].mean()}
-        for name, column in (("kept", "groups_kept"), ("zero_std", "zero_std_groups")):
-            row[f"{name}_first_quarter"] = steps.loc[progress <= 0.25, column].mean()
-            row[f"{name}_last_quarter"] = steps.loc[progress > 0.75, column].mean()
-        rows.append(row)
-    return pd.DataFrame(rows)
 
 
 def compare_at_equal_budget(frames: StudyFrames) -> pd.DataFrame:

@@ -235,13 +235,6 @@ def describe_order(onsets: pd.DataFrame) -> list[str]:
         sentences = [f"In the {runs_text}, no symptom is known to be the first: the intervals of the onsets overlap."]
     else:
         sentences = [f"In the {runs_text}, one change is resolved per run at most, so there is no order."]
-    for counts in to_records(table[(table["symptom"] == "reward_std") & (table["lead"].notna())]):
-        compared = counts["earlier"] + counts["later"] + counts["undecided"]
-        sentences.append(
-            f"In {compared} runs both the spread of the rewards and success fell: the spread first in "
-            f"{counts['earlier']}, success first in {counts['later']}, and in {counts['undecided']} the intervals of "
-            "the onsets overlap."
-        )
     if num_well := onsets.loc[~is_collapse, "run_id"].nunique():
         sums = table[["changed", "runs", "well_changed", "well_runs"]].sum()
         sentences.append(

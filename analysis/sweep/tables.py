@@ -1,6 +1,7 @@
 """Tables that compare the arms of one study, with one row per arm or per run."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import count
 
@@ -9,12 +10,18 @@ import pandas as pd
 from scipy import special
 
 from analysis.data import compare
-from analysis.data.frames import SCHEMAS, StudyFrames, to_records
+from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
 from analysis.stats.estimates import Estimate, holm_adjust, page_trend_p_value, spearman_trend, wilson_interval
 from analysis.sweep.planned_power import find_recorded_deviation, find_resolved_difference
 from analysis.sweep.series import BUDGETS
-from analysis.sweep.verdicts import classify_outcome, describe_stops, describe_unfinished, describe_verdict
+from analysis.sweep.verdicts import (
+    classify_outcome,
+    describe_stops,
+    describe_unfinished,
+    describe_verdict,
+    name_verdict,
+)
 from trainable.runs.records import STATUSES
 from trainable.runs.study_record import OPEN_STATUSES, StudyRecord
 
@@ -44,8 +51,6 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
     """
     (study,) = compare.require_single_study(frames).studies
     baseline = study.baseline
-    # Settings columns are not needed, and copying them for every arm takes time.
-    frames = replace(frames, trials=frames.trials[list(SCHEMAS["trials"])])
     names = ("late_val_success", "base_val_success", "final_val_greedy_success", "base_val_greedy_success")
     late, base, greedy, base_greedy = (compare.collect_outcomes(frames, name) for name in names)
     base = replace(base, min_variances=compare.estimate_evaluation_variances(frames, before_training=True))
@@ -108,24 +113,24 @@ def _find_detectable_difference(study: StudyRecord, outcomes: compare.Outcomes, 
     return find_resolved_difference(study, num_seeds, deviation)
 
 
-def compare_secondary(frames: StudyFrames) -> pd.DataFrame:
-    """Compare each arm with the baseline in each secondary outcome: a row each, with difference and interval.
+def compare_outcomes(frames: StudyFrames, columns: Iterable[str]) -> pd.DataFrame:
+    """Compare each arm with the baseline in several outcomes: a row each; empty without the baseline.
 
-    Columns: column, arm, difference, low, high, n, p, p_holm, p_equal, p_equal_holm, margin. They support the primary
-    outcome and are not verdicts: p is corrected over all rows together. Outcomes that no run has are left out.
+    Columns: arm, column, baseline, those of a test (`compare.TEST_COLUMNS`), n, basis (what the interval is over),
+    p_holm, p_equal_holm, verdict. p is corrected over the arms for the primary outcome, and over all other rows
+    together.
     """
     (study,), (family,) = compare.require_single_study(frames).studies, frames.families
+    arms = compare.list_arms(frames)
     rows = []
-    for column in family.secondary_columns:
+    for column in columns if study.baseline in arms else ():
         outcomes, margin = compare.collect_outcomes(frames, column), compare.get_margin(study, column)
-        # With looks, an arm without a value still counts in the number of comparisons.
-        is_counted = outcomes.num_comparisons and outcomes.values.notna().any(axis=None)
-        for arm in [name for name in compare.list_arms(frames) if name != study.baseline]:
+        for arm in [name for name in arms if name != study.baseline]:
             row = compare.compare_with_baseline(outcomes, arm, study.baseline, margin)
-            if is_counted or not math.isnan(row["difference"]):
-                rows.append({"column": column, "arm": arm, **row, "n": row["seeds"]})
-    table = pd.DataFrame(rows, columns=["column", "arm", *compare.TEST_COLUMNS, "n"])
-    return compare.add_adjusted_p_values(table, family.primary_column)
+            rows.append({"arm": arm, "column": column, "baseline": study.baseline, **row, "n": row["seeds"]})
+    table = pd.DataFrame(rows, columns=["arm", "column", "baseline", *compare.TEST_COLUMNS, "n", "basis"])
+    table = compare.add_adjusted_p_values(table, family.primary_column)
+    return table.assign(verdict=[name_verdict(row, family) for row in to_records(table)])
 
 
 def _summarize_arm(frames: StudyFrames, outcomes: compare.Outcomes, arm: str, baseline: str) -> Row:
@@ -146,6 +151,7 @@ def _summarize_arm(frames: StudyFrames, outcomes: compare.Outcomes, arm: str, ba
         "late_val_success": late.value,
         "late_low": late.low,
         "late_high": late.high,
+        "late_basis": compare.describe_basis(outcomes, late, outcomes.get_doubt(outcomes.noise.unpaired, arm)),
         "failed_stops": num_stopped,
         "stopped_fraction": stopped.value,
         "stopped_low": stopped.low,
@@ -227,44 +233,33 @@ def compute_axis_positions(frames: StudyFrames) -> tuple[list[str], list[float],
     return names, positions, scale
 
 
-def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
+def make_dose_response(frames: StudyFrames, summary: pd.DataFrame) -> pd.DataFrame:
     """Make the table of the dose-response figure: a row per arm, with its position x and an interval of its success.
 
     Columns: arm, tick (the label of x), axis_value, x, scale, is_word (the arm is named by a word), runs, scored,
     early_stopped (as failures), success, low, high, basis, greedy, test, base, base_greedy (the policy before training:
-    means over all runs of the study).
+    means over all runs of the study). summary: from `summarize_arms`, with a row per arm in the same order.
     """
-    names, positions, scale = compute_axis_positions(compare.require_single_study(frames))
-    outcomes = compare.collect_outcomes(frames, "late_val_success")
-    base, base_greedy = (frames.trials[name].mean() for name in ("base_val_success", "base_val_greedy_success"))
-    rows = []
-    for arm, x in zip(names, positions, strict=True):
-        runs, scored_runs = compare.select_runs(frames, arm), compare.select_runs(frames, arm, scored_only=True)
-        estimate = compare.cut_interval(compare.estimate_mean(outcomes, arm), 0.0, 1.0)
-        value = float(runs["axis_value"].iloc[0])
-        rows.append(
-            {
-                "arm": arm,
-                # The name of a numeric arm may be preceded by the name of its setting.
-                "tick": arm if math.isnan(value) else arm.rpartition(" ")[2],
-                "axis_value": value,
-                "x": x,
-                "scale": scale,
-                "is_word": math.isnan(value),
-                "runs": len(runs),
-                "scored": len(scored_runs),
-                "early_stopped": int(compare.find_failed_stops(scored_runs).sum()),
-                "success": estimate.value,
-                "low": estimate.low,
-                "high": estimate.high,
-                "basis": compare.describe_basis(outcomes, estimate, outcomes.get_doubt(outcomes.noise.unpaired, arm)),
-                "greedy": scored_runs["final_val_greedy_success"].mean(),
-                "test": scored_runs["test_success"].mean(),
-                "base": base,
-                "base_greedy": base_greedy,
-            }
+    if summary.empty:
+        return summary
+    _, positions, scale = compute_axis_positions(compare.require_single_study(frames))
+    is_word = summary["axis_value"].isna()
+    names = {"failed_stops": "early_stopped", "late_val_success": "success", "late_low": "low", "late_high": "high"}
+    names |= {"late_basis": "basis", "final_val_greedy_success": "greedy", "test_success": "test"}
+    return (
+        summary[["arm", "axis_value", "runs", *names]]
+        .rename(columns=names)
+        .assign(
+            # The name of a numeric arm may be preceded by the name of its setting.
+            tick=summary["arm"].where(is_word, summary["arm"].str.rpartition(" ")[2]),
+            x=positions,
+            scale=scale,
+            is_word=is_word,
+            scored=summary["completed"] + summary["early_stopped"],
+            base=frames.trials["base_val_success"].mean(),
+            base_greedy=frames.trials["base_val_greedy_success"].mean(),
         )
-    return pd.DataFrame(rows)
+    )
 
 
 def compute_trend(frames: StudyFrames, generator: np.random.Generator) -> tuple[Estimate, float]:

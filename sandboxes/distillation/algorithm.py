@@ -1,19 +1,25 @@
-"""The algorithm of on-policy distillation: sample from the student, compare with the teacher, update."""
+"""The algorithm of on-policy distillation: sample from the student, compare with the teacher, update; and its losses.
+
+Axes: E members, B sequences, T positions, A actions. p is the student's policy, q the teacher's, μ the policy with
+which the student sampled the batch, l the log-probability of the sampled token under p, sg(.) a stop-gradient.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sandboxes.distillation import losses
-from sandboxes.distillation.settings import EVAL_PROMPTS, SEQUENCE_PG, TOP_K, DistillationConfig
+from sandboxes.distillation.settings import SEQUENCE_PG, TOP_K, DistillationConfig, Support
 from sandboxes.toys.decoding import decode_greedily, generate_completions, select_log_probs
 from sandboxes.toys.ensemble import Algorithm, EnsembleTrainer, UpdateResult
+from sandboxes.toys.losses import clipped_policy_loss
 from sandboxes.toys.optimizer import MemberAdam, descend
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.toys.sequence_rewards import SEQUENCE_KINDS, compute_sequence_rewards
+from sandboxes.toys.settings import EVAL_PROMPTS
 from sandboxes.toys.transformer import init_transformer_ensemble, make_shape
 from trainable.algo.losses import entropy_from_logits, full_kl
 from trainable.runs.training import TrainerFamily
@@ -37,6 +43,79 @@ class DistillationBatch:
     """[E, B, T] log-probabilities of the sampled tokens under the student that sampled them."""
     teacher_log_probs: Tensor
     """[E, B, T, A]."""
+
+
+class TopKSupport(NamedTuple):
+    """The tokens [..., A] over which a truncated divergence sums, and the probability [...] of them in each policy."""
+
+    mask: Tensor
+    student_mass: Tensor
+    teacher_mass: Tensor
+
+
+def reverse_kl_loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """Compute the mean [E] over B and T of the exact KL(p‖q) = Σ_a p (log p − log q), with all gradients through p."""
+    return full_kl(student, teacher).mean((1, 2))
+
+
+@torch.no_grad()
+def select_support(student: Tensor, teacher: Tensor, k: int, support: Support) -> TopKSupport:
+    """Select the k most likely tokens of the student, the teacher or both; arguments are log-probabilities [..., A]."""
+    masks = {"student": _mark_top_k(student, k), "teacher": _mark_top_k(teacher, k)}
+    mask = masks["student"] & masks["teacher"] if support == "intersection" else masks[support]
+    student_mass, teacher_mass = ((log_probs.exp() * mask).sum(-1) for log_probs in (student, teacher))
+    return TopKSupport(mask, student_mass, teacher_mass)
+
+
+def _mark_top_k(log_probs: Tensor, k: int) -> Tensor:
+    indices = log_probs.topk(min(k, log_probs.shape[-1]), dim=-1).indices
+    return torch.zeros_like(log_probs, dtype=torch.bool).scatter(-1, indices, True)
+
+
+def truncated_reverse_kl_loss(student: Tensor, teacher: Tensor, mask: Tensor, normalize: bool) -> Tensor:
+    """Compute the mean [E] over B and T of Σ_{a in S} p (log p − log q).
+
+    Without `normalize`, p and q are not normalized over S, as published. The sum is then not a divergence: moving the
+    student's mass out of S, where nothing penalizes it, lowers the sum, and its minimum is negative. With `normalize`,
+    it is the KL of the two policies given S. If S contains all tokens, both equal `reverse_kl_loss`.
+
+    student, teacher: [E, B, T, A] log p and log q. mask: [E, B, T, A] bool, S; where it is empty, the term is 0.
+    """
+    if normalize:
+        # An empty support would normalize over nothing; the mask of the sum below makes its term 0.
+        is_used = mask | ~mask.any(-1, keepdim=True)
+        student, teacher = (
+            torch.where(is_used, log_probs, -torch.inf).log_softmax(-1).masked_fill(~is_used, 0.0)
+            for log_probs in (student, teacher)
+        )
+    terms = torch.where(mask, student.exp() * (student - teacher), 0)
+    return terms.sum(-1).mean((1, 2))
+
+
+def policy_gradient_loss(
+    action_log_probs: Tensor, behavior_log_probs: Tensor, teacher_log_probs: Tensor, clip: float
+) -> Tensor:
+    """Compute PPO's clipped surrogate [E] with the advantage A_t = log q(a_t) − μ_t of each token, without a baseline.
+
+    On policy the ratio is 1, and the loss has the gradient of −mean( sg(A_t) l_t ). In expectation this is the gradient
+    of KL(p‖q) at the sampled prefixes. All arguments but `clip`: [E, B, T], of the sampled tokens.
+    """
+    advantages = teacher_log_probs - behavior_log_probs
+    return clipped_policy_loss(action_log_probs, behavior_log_probs, advantages, clip, clip).loss.mean((1, 2))
+
+
+def sequence_policy_gradient_loss(
+    action_log_probs: Tensor, behavior_log_probs: Tensor, teacher_log_probs: Tensor, is_mean: bool
+) -> Tensor:
+    """Compute −mean_B Σ_t sg(G_t) l_t [E] with the return to go G_t = Σ_{u >= t} (log q(a_u) − μ_u).
+
+    In expectation it has the gradient of the KL between the policies over whole sequences. is_mean: divide by T, the
+    normalization of the other losses. Other arguments: [E, B, T], of the sampled tokens.
+    """
+    advantages = teacher_log_probs - behavior_log_probs
+    returns = advantages.flip(-1).cumsum(-1).flip(-1)
+    sums = -(returns.detach() * action_log_probs).sum(-1).mean(-1)
+    return sums / action_log_probs.shape[-1] if is_mean else sums
 
 
 class DistillationAlgorithm(Algorithm[DistillationBatch]):
@@ -104,18 +183,18 @@ class DistillationAlgorithm(Algorithm[DistillationBatch]):
         """Compute the loss [E] of the method, or of the exact warm-up. student: [E, B, T, A] log-probabilities."""
         config, teacher = self.config, batch.teacher_log_probs
         if config.method == "OPDReverseKL" or is_warmup:
-            return losses.reverse_kl_loss(student, teacher)
+            return reverse_kl_loss(student, teacher)
         if config.method == TOP_K:
-            support = losses.select_support(student, teacher, config.top_k, config.top_k_support)
-            return losses.truncated_reverse_kl_loss(student, teacher, support.mask, config.normalize_top_k)
+            support = select_support(student, teacher, config.top_k, config.top_k_support)
+            return truncated_reverse_kl_loss(student, teacher, support.mask, config.normalize_top_k)
         sampled_log_probs = (
             select_log_probs(student, batch.actions),
             batch.behavior_log_probs,
             select_log_probs(teacher, batch.actions),
         )
         if config.method == SEQUENCE_PG:
-            return losses.sequence_policy_gradient_loss(*sampled_log_probs, is_mean=config.sequence_mean)
-        return losses.policy_gradient_loss(*sampled_log_probs, clip=config.clip_epsilon)
+            return sequence_policy_gradient_loss(*sampled_log_probs, is_mean=config.sequence_mean)
+        return policy_gradient_loss(*sampled_log_probs, clip=config.clip_epsilon)
 
     def _measure(self, student: Tensor, batch: DistillationBatch) -> dict[str, Tensor]:
         """Measure the columns of the batch before the step, [E] each. student: [E, B, T, A] log-probabilities."""
@@ -130,10 +209,10 @@ class DistillationAlgorithm(Algorithm[DistillationBatch]):
             "teacher_entropy": teacher_entropy,
             "entropy_gap": student_entropy - teacher_entropy,
             "top1_agreement": (student.argmax(-1) == teacher.argmax(-1)).float(),
-            "overlap_at_k": losses.select_support(student, teacher, k, "intersection").mask.sum(-1) / k,
+            "overlap_at_k": select_support(student, teacher, k, "intersection").mask.sum(-1) / k,
         }
         if config.method == TOP_K:
-            support = losses.select_support(student, teacher, config.top_k, config.top_k_support)
+            support = select_support(student, teacher, config.top_k, config.top_k_support)
             means |= {
                 "student_topk_mass": support.student_mass,
                 "teacher_topk_mass": support.teacher_mass,

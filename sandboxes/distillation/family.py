@@ -6,12 +6,14 @@ from types import MappingProxyType
 
 from sandboxes.distillation.settings import DistillationConfig
 from sandboxes.toys.study import (
+    Description,
     count_transformer_parameters,
     estimate_toy_bytes,
     make_log_columns,
     make_summary_columns,
     make_toy_family,
     make_toy_study,
+    set_length,
 )
 from trainable.families import DisplayColumn, OutcomeColumn, Settings
 from trainable.runs.records import TOY_TIME_COLUMNS, Column
@@ -56,16 +58,7 @@ TRIAL_COLUMNS: tuple[Column, ...] = (
 STEPS = 300
 """Number of steps of the published studies."""
 REVERSAL_SETTINGS: Settings = MappingProxyType(
-    {
-        "task": "reversal",
-        "vocab_size": 8,
-        "seq_len": 8,
-        "batch_size": 64,
-        "overlap_k": 4,
-        "trainer.total_training_steps": STEPS,
-        "trainer.test_freq": 20,
-        "trainer.resume_every": 100,
-    }
+    {"task": "reversal", "vocab_size": 8, "seq_len": 8, "batch_size": 64, "overlap_k": 4, **set_length(STEPS, 20, 100)}
 )
 """The shared conditions of the published studies."""
 EXACT: Settings = MappingProxyType({"method": "OPDReverseKL"})
@@ -86,14 +79,18 @@ DISTILLATION = make_toy_family(
         OutcomeColumn("error_since_switch", 0.05, "it is positive if a run loses what its warm-up taught"),
     ),
     is_higher_better=False,
+    summarize="sandboxes.distillation.read:summarize_run",
+    description=Description(
+        label="on-policy distillation",
+        outcome="test error at the end",
+        number="test error",
+        panels={"test_error": "test error (fraction)", "reverse_kl": "KL(student || teacher) (nats)"},
+        run_columns={"final_test_error": "test error", "final_entropy": "entropy", "last_reverse_kl": "reverse KL"},
+    ),
     remarks="sandboxes.distillation.settings:REMARKS",
     estimate_bytes=lambda config, n_parameters: estimate_toy_bytes(count_transformer_parameters(config)),
     estimate_step_seconds=lambda config: 22e-3 * config.batch_size / 64,
-    progress_columns=(
-        DisplayColumn("test_error", "test error", ".3f"),
-        DisplayColumn("entropy", "entropy", ".3f"),
-        DisplayColumn("reverse_kl", "reverse KL", ".3f"),
-    ),
+    progress_columns={"test_error": "test error", "entropy": "entropy", "reverse_kl": "reverse KL"},
     log_columns=("test_error", "entropy", "reverse_kl", "top1_agreement", "reward", "loss"),
 )
 """Studies that train a student."""
@@ -106,7 +103,13 @@ GRADIENT_VARIANCE = replace(
         OutcomeColumn("log10_gradient_variance", 0.1, "it is the noise of an estimator's gradient", is_common=True),
         OutcomeColumn("mean_gradient_norm", contrast="it shows the scale of the gradient", is_common=True),
     ),
-    description="sandboxes.distillation.read:GRADIENT_VARIANCE_DESCRIPTION",
+    description=Description(
+        label="on-policy distillation",
+        outcome="the logarithm of the gradient's variance",
+        number="log10 of the variance",
+        panels={"gradient_projection": "projection of the gradient", "gradient_norm": "gradient norm"},
+        run_columns={"log10_gradient_variance": "log10 of the variance", "mean_gradient_norm": "mean gradient norm"},
+    ),
     progress_columns=(
         DisplayColumn("gradient_norm", "gradient norm", ".3g"),
         DisplayColumn("gradient_projection", "projection", ".3g"),

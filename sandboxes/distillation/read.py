@@ -1,18 +1,17 @@
-"""Summarize a student's run, and describe its family for reports."""
+"""Summarize a student's run."""
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from analysis.data.schemas import Row
 from analysis.data.summaries import summarize_by_prefix
-from sandboxes.distillation.family import TRIAL_COLUMNS
-from sandboxes.toys.study import ERROR_PANEL, Description, Panel
+from trainable.runs.records import Column
 
 
-def summarize_run(rows: Sequence[Row], end_step: int | None) -> Row:
+def summarize_run(rows: Sequence[Row], end_step: int | None, trial_columns: Iterable[Column]) -> Row:
     """Take values from the last evaluation, the last row with a batch, and the switch from warm-up to top-k loss."""
-    summary = summarize_by_prefix(rows, end_step, TRIAL_COLUMNS)
+    summary = summarize_by_prefix(rows, end_step, trial_columns)
     errors = [(row["step"], row["test_error"]) for row in rows if row.get("test_error") is not None]
     # Only a run with a warm-up has a switch: the first row after the warm-up.
     warmup_steps = [row["step"] for row in rows if row.get("is_warmup") == 1]
@@ -29,20 +28,3 @@ def summarize_run(rows: Sequence[Row], end_step: int | None) -> Row:
             "mean_gradient_norm": statistics.fmean(norms),
         }
     return summary
-
-
-DESCRIPTION = Description(
-    label="on-policy distillation",
-    outcome="test error at the end",
-    number="test error",
-    panels=(ERROR_PANEL, Panel("reverse_kl", "KL(student || teacher) (nats)")),
-    run_columns={"final_test_error": "test error", "final_entropy": "entropy", "last_reverse_kl": "reverse KL"},
-)
-
-GRADIENT_VARIANCE_DESCRIPTION = Description(
-    label="on-policy distillation",
-    outcome="the logarithm of the gradient's variance",
-    number="log10 of the variance",
-    panels=(Panel("gradient_projection", "projection of the gradient"), Panel("gradient_norm", "gradient norm")),
-    run_columns={"log10_gradient_variance": "log10 of the variance", "mean_gradient_norm": "mean gradient norm"},
-)

@@ -8,8 +8,9 @@ from pydantic import Field
 
 from sandboxes.toys.settings import (
     CLIP_CONDITION,
+    EVAL_PROMPTS,
     PUBLISHED_NAMES,
-    RunnerConfig,
+    ShortRunnerConfig,
     ToyRunConfig,
     count_transformer_entries,
     reject_heads,
@@ -23,16 +24,6 @@ from trainable.families import Remark
 Support = Literal["student", "teacher", "intersection"]
 TOP_K = "OPDTopKReverseKL"
 SEQUENCE_PG = "OPDSequencePG"
-EVAL_PROMPTS = 1000
-"""Prompts per evaluation: with an error of 0.5 per token and 8 tokens, its standard error is below 0.01."""
-MAX_TENSOR_ENTRIES = 2**30
-"""4 GiB in float32; larger sizes are typos."""
-
-
-class DistillationRunnerConfig(RunnerConfig):
-    """Length, evaluation, checkpoints and machine of a run."""
-
-    total_training_steps: Common[int] = Field(500, ge=1, le=100_000, description="training steps; alias num_steps")
 
 
 class DistillationConfig(ToyRunConfig):
@@ -87,7 +78,7 @@ class DistillationConfig(ToyRunConfig):
     warmup_steps: Common[int] = Field(0, ge=0, description="OPDTopKReverseKL: first steps, with the exact KL")
     sequence_mean: bool = Field(False, description="OPDSequencePG: mean over tokens, as the other losses; false: sum")
     measures_variance: bool = Field(False, description="take no step, but measure each batch's gradient")
-    trainer: DistillationRunnerConfig = DistillationRunnerConfig()
+    trainer: ShortRunnerConfig = ShortRunnerConfig()
 
     @property
     def num_actions(self) -> int:
@@ -128,10 +119,7 @@ class DistillationConfig(ToyRunConfig):
             f"sequence_mean=true is about the sum of method={SEQUENCE_PG}, and method={self.method} is a mean already: "
             "set sequence_mean=false": self.sequence_mean and self.method != SEQUENCE_PG,
             **reject_large_tensors(
-                self,
-                entries,
-                MAX_TENSOR_ENTRIES,
-                *("batch_size", "seq_len", "max_seq_len", "vocab_size", "d_model", "num_layers"),
+                self, entries, *("batch_size", "seq_len", "max_seq_len", "vocab_size", "d_model", "num_layers")
             ),
         }
 

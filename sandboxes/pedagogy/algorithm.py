@@ -1,5 +1,10 @@
-"""The algorithm of pedagogical reinforcement learning: the teacher's update, then the student's."""
+"""The algorithm of pedagogical reinforcement learning: its formulas; the teacher's update, then the student's.
 
+Axes: E members, B completions, T positions. p is the student's policy given its prompt, without the hint; a_t is a
+token of the teacher's completion.
+"""
+
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -7,13 +12,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sandboxes.pedagogy import losses
-from sandboxes.pedagogy.settings import EVAL_PROMPTS, STUDENT_ONLY, PedagogyConfig
+from sandboxes.pedagogy.settings import STUDENT_ONLY, PedagogyConfig
 from sandboxes.toys.decoding import decode_greedily, generate_completions, select_log_probs
 from sandboxes.toys.ensemble import Algorithm, EnsembleTrainer, UpdateResult
 from sandboxes.toys.losses import clipped_policy_loss, group_advantages
 from sandboxes.toys.optimizer import MemberAdam, descend, merge_names
 from sandboxes.toys.rngs import MemberRngs
+from sandboxes.toys.settings import EVAL_PROMPTS
 from sandboxes.toys.transformer import TransformerEnsemble, init_transformer_ensemble, make_shape
 from trainable.algo.losses import entropy_from_logits
 from trainable.runs.training import TrainerFamily
@@ -58,6 +63,38 @@ class Arithmetic:
     def grade(self, inputs: Tensor, actions: Tensor) -> Tensor:
         """Grade actions [..., T]: [...] 1 where the last tokens are the answer, otherwise 0; earlier ones are free."""
         return (actions[..., -self.config.answer_len :] == self.make_answers(inputs)).all(-1).float()
+
+
+def compute_surprise_gaps(student_log_probs: Tensor, actions: Tensor) -> Tensor:
+    """Compute g_t = max_a log p(a) − log p(a_t) [E, B, T] >= 0 from log-probabilities [E, B, T, A] and actions a_t."""
+    return student_log_probs.amax(-1) - select_log_probs(student_log_probs, actions)
+
+
+def compute_spike_penalty(gaps: Tensor, beta: float) -> Tensor:
+    """Compute (logsumexp_t(β g_t) − log T) / β [E, B] of gaps [E, B, T].
+
+    It is the mean of the gaps as β goes to 0, and their maximum as β goes to infinity, so that a single token that the
+    student would never write counts more than many small surprises.
+    """
+    return (torch.logsumexp(beta * gaps, dim=-1) - math.log(gaps.shape[-1])) / beta
+
+
+def compute_learnability(penalty: Tensor, decay: float) -> Tensor:
+    """Compute exp(−λ penalty), in (0, 1]. It multiplies the task reward, so that a wrong answer earns nothing."""
+    return torch.exp(-decay * penalty)
+
+
+def compute_gate(action_log_probs: Tensor, kappa: float, gamma: float) -> Tensor:
+    """Compute σ(κ (log p(a_t) − γ)), without gradient: near 1 for tokens within the student's reach, else near 0."""
+    return torch.sigmoid(kappa * (action_log_probs.detach() - gamma))
+
+
+def gated_imitation_loss(action_log_probs: Tensor, gate: Tensor) -> Tensor:
+    """Compute the mean [E] over completions of Σ_t w_t (−log p_t) / max(Σ_t w_t, 1e-8).
+
+    The gate w [E, B, T] moves weight between the tokens of a completion without changing the total.
+    """
+    return ((gate * -action_log_probs).sum(-1) / gate.sum(-1).clamp(min=1e-8)).mean(-1)
 
 
 class PedagogyAlgorithm(Algorithm[LessonBatch]):
@@ -146,10 +183,10 @@ class PedagogyAlgorithm(Algorithm[LessonBatch]):
         config = self.config
         with torch.no_grad():
             student_log_probs = self._compute_student_log_probs(batch)
-            gaps = losses.compute_surprise_gaps(student_log_probs, batch.actions)
+            gaps = compute_surprise_gaps(student_log_probs, batch.actions)
             surprisal = -select_log_probs(student_log_probs, batch.actions)
-        penalty = losses.compute_spike_penalty(gaps, config.spike_beta)
-        learnability = losses.compute_learnability(penalty, config.learnability_lambda)
+        penalty = compute_spike_penalty(gaps, config.spike_beta)
+        learnability = compute_learnability(penalty, config.learnability_lambda)
         penalized = batch.task_rewards - config.learnability_lambda * surprisal.mean(-1)
         rewards = batch.task_rewards * learnability if config.method == "PedagogicalRL" else penalized
         prompts = self.task.make_teacher_prompts(batch.inputs)
@@ -172,9 +209,9 @@ class PedagogyAlgorithm(Algorithm[LessonBatch]):
         config = self.config
         log_probs = self._compute_student_log_probs(lessons)
         log_probs, is_gated = select_log_probs(log_probs, lessons.actions), config.method == "PedagogicalRL"
-        gates = losses.compute_gate(log_probs, config.gate_kappa, config.gate_gamma)
+        gates = compute_gate(log_probs, config.gate_kappa, config.gate_gamma)
         gate = gates if is_gated else torch.ones_like(log_probs)
-        loss = losses.gated_imitation_loss(log_probs, gate)
+        loss = gated_imitation_loss(log_probs, gate)
         return descend(self.student_optimizer, loss), {
             "student_loss": loss.detach(),
             "gate_mean": gate.detach().mean((1, 2)),

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from sandboxes.toys.settings import (
     CLIP_CONDITION,
+    EVAL_PROMPTS,
     RunnerConfig,
     ToyRunConfig,
     count_transformer_entries,
@@ -19,10 +20,6 @@ from trainable.config.setting_types import Common, Finite, NonNegative, Positive
 
 STUDENT_ONLY = "StudentGRPO"
 _TEACHER_SETTINGS = ("teacher_lr", "teacher_steps", "spike_beta", "learnability_lambda")
-EVAL_PROMPTS = 1000
-"""Prompts per evaluation: with an error of 0.5, its standard error is 0.016."""
-MAX_TENSOR_ENTRIES = 2**28
-"""1 GiB in float32; larger sizes are typos."""
 
 
 class PedagogyRunnerConfig(RunnerConfig):
@@ -96,9 +93,6 @@ class PedagogyConfig(ToyRunConfig):
                 self.teacher_steps == 0 and self.method != STUDENT_ONLY
             ),
             **reject_large_tensors(
-                self,
-                entries,
-                MAX_TENSOR_ENTRIES,
-                *("batch_size", "completion_len", "content_vocab_size", "d_model", "num_layers"),
+                self, entries, *("batch_size", "completion_len", "content_vocab_size", "d_model", "num_layers")
             ),
         }

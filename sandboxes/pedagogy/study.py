@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from sandboxes.pedagogy.settings import PedagogyConfig
 from sandboxes.toys.study import (
+    Description,
     count_transformer_parameters,
     estimate_toy_bytes,
     make_summary_columns,
@@ -15,7 +16,7 @@ from sandboxes.toys.study import (
     make_toy_study,
 )
 from search_spaces.declaration.study import Study
-from trainable.families import DisplayColumn, OutcomeColumn, Settings
+from trainable.families import OutcomeColumn, Settings
 from trainable.runs.records import TOY_TIME_COLUMNS, Column
 
 STEP_COLUMNS: tuple[Column, ...] = (
@@ -57,15 +58,22 @@ PEDAGOGY = make_toy_family(
         OutcomeColumn("late_teacher_test_error", 0.05, "it shows whether the teacher uses the hint"),
         OutcomeColumn("final_entropy", 0.1),
     ),
+    description=Description(
+        label="pedagogical reinforcement learning",
+        outcome="test error of the student at the end",
+        number="test error",
+        panels={"test_error": "test error (fraction)", "teacher_test_error": "test error of the teacher (fraction)"},
+        run_columns={
+            "late_test_error": "test error",
+            "late_teacher_test_error": "of the teacher",
+            "final_entropy": "entropy",
+        },
+    ),
     is_higher_better=False,
     get_environment=lambda settings: f"{settings.get('task', '')}-{settings.get('answer_len', '')}",
     estimate_bytes=lambda config, n_parameters: estimate_toy_bytes(count_transformer_parameters(config), n_networks=2),
     estimate_step_seconds=lambda config: 20e-3 * config.batch_size / 96,
-    progress_columns=(
-        DisplayColumn("test_error", "test error", ".3f"),
-        DisplayColumn("teacher_test_error", "of the teacher", ".3f"),
-        DisplayColumn("entropy", "entropy", ".3f"),
-    ),
+    progress_columns={"test_error": "test error", "teacher_test_error": "of the teacher", "entropy": "entropy"},
     log_columns=("test_error", "teacher_test_error", "entropy", "task_reward", "learnability", "student_loss"),
 )
 

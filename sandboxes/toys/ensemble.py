@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sandboxes.toys.optimizer import MemberAdam
+from trainable.backend.meter import format_names
 from trainable.config.base_config import BaseRunConfig
-from trainable.runs.nonfinite import format_names
 from trainable.runs.run import LinesByFile, TrainerState
 from trainable.runs.run_files import Row
 from trainable.runs.training import StepResult
@@ -192,28 +192,20 @@ class EnsembleTrainer:
 
         Raises ValueError if they do not match each other or the configuration; the trainer is then unchanged.
         """
-        # Loading changes only objects that it creates, so a shallow copy is enough to restore the trainer.
-        previous_attributes = dict(vars(self))
         try:
-            self._load_states(states)
+            values = [state.values for state in states]
+            steps, seeds = [value["step"] for value in values], tuple(value["seed"] for value in values)
+            if len(set(steps)) > 1:
+                raise ValueError(f"The states are from the steps {steps}, but members continue together at one step.")
+            algorithm = self._make_algorithm(self.config, seeds)
+            algorithm.load(stack_members([state.tensors for state in states]), values)
+            seconds, seconds_at_row = values[0]["seconds"], values[0]["seconds_at_row"]
         except (KeyError, TypeError, RuntimeError, ValueError) as error:
             # Missing keys, wrong types, and shapes that do not stack all mean that the states do not fit.
-            vars(self).update(previous_attributes)
             raise ValueError(f"{type(error).__name__}: {error}") from error
-
-    def _load_states(self, states: Sequence[TrainerState]) -> None:
-        values = [state.values for state in states]
-        steps = [value["step"] for value in values]
-        if len(set(steps)) > 1:
-            raise ValueError(f"The states are from the steps {steps}, but members continue together at one step.")
-        tensors = stack_members([state.tensors for state in states])
-        self.seeds = tuple(value["seed"] for value in values)
-        self.algorithm = self._make_algorithm(self.config, self.seeds)
-        self.algorithm.load(tensors, values)
-        self.step_index = steps[0]
-        self._start_time = time.perf_counter()
-        self._resumed_seconds = values[0]["seconds"]
-        self._seconds_at_last_row = values[0]["seconds_at_row"]
+        self.seeds, self.algorithm, self.step_index = seeds, algorithm, steps[0]
+        self._start_time, self._resumed_seconds = time.perf_counter(), seconds
+        self._seconds_at_last_row = seconds_at_row
 
 
 def slice_member(tensors: Mapping[str, Tensor], member: int) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from trainable.runs.nonfinite import find_nonfinite_gradients, find_nonfinite_losses
+from trainable.backend.meter import find_nonfinite_gradients, find_nonfinite_losses
 
 _adam = partial(adam, fused=True, amsgrad=False, maximize=False, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-8)
 MAX_GRAD_NORM = 1.0
@@ -61,13 +61,7 @@ class MemberAdam:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load the result of `state_dict`. ValueError if shapes differ, or members have different numbers of steps."""
-        if state["weights"].shape != self.weights.shape or len(state["steps"].unique()) > 1:
-            saved_shape, shape = tuple(state["weights"].shape), tuple(self.weights.shape)
-            raise ValueError(
-                f"A state with weights of shape {saved_shape} after {state['steps'].tolist()} optimizer steps does not "
-                f"fit: the shape must be {shape}, and all members must have the same number of steps."
-            )
+        """Load the result of `state_dict` of as many members, after equal numbers of steps. Errors if shapes differ."""
         self.weights.copy_(state["weights"])
         self.exp_avg.copy_(state["exp_avg"])
         self.exp_avg_sq.copy_(state["exp_avg_sq"])

@@ -14,6 +14,11 @@ PUBLISHED_NAMES: Mapping[str, str] = MappingProxyType(
     {"num_steps": "trainer.total_training_steps", "eval_every": "trainer.test_freq"}
 )
 """Maps the setting names in the sources' documents to the names that all studies use."""
+EVAL_PROMPTS = 1000
+"""Prompts per evaluation: with an error of 0.5 per answer, its standard error is 0.016."""
+MAX_TENSOR_ENTRIES = 2**30
+"""4 GiB in float32, for each of several tensors of each seed. Larger sizes are typos: the operating system would kill
+the process, after which the run would be restarted."""
 CLIP_CONDITION = ReadCondition(
     "clip_epsilon",
     lambda c: c.clip_epsilon < SMALLEST_CLIP,
@@ -36,6 +41,12 @@ class RunnerConfig(BaseTrainerConfig):
     n_gpus_per_node: NonNegative = Field(0, le=0, description="GPUs per trial")
     ray_num_cpus: int = Field(16, ge=1, description="CPUs that Ray may use")
     logger: tuple[Literal["console", "tensorboard"], ...] = Field(("console", "tensorboard"), description="always on")
+
+
+class ShortRunnerConfig(RunnerConfig):
+    """Length, evaluation, checkpoints and machine of a run."""
+
+    total_training_steps: Common[int] = Field(500, ge=1, le=100_000, description="training steps; alias num_steps")
 
 
 class ToyRunConfig(BaseRunConfig):
@@ -80,12 +91,12 @@ def reject_partial_groups(config: Any) -> dict[str, bool]:
     }
 
 
-def reject_large_tensors(config: Any, entries: int, max_entries: int, *settings: str) -> dict[str, bool]:
+def reject_large_tensors(config: Any, entries: int, *settings: str) -> dict[str, bool]:
     """Check the largest tensor's size; maps the reason to True if too large. settings: which ones to lower."""
     sizes = " ".join(f"{name}={getattr(config, name)}" for name in settings)
     return {
-        f"a tensor of this run would have {entries} entries, and the maximum is {max_entries}: set smaller sizes "
-        f"({sizes})": entries > max_entries
+        f"a tensor of this run would have {entries} entries, and the maximum is {MAX_TENSOR_ENTRIES}: set smaller "
+        f"sizes ({sizes})": entries > MAX_TENSOR_ENTRIES
     }
 
 

@@ -1,7 +1,7 @@
 """Make studies of toy tasks, whose arms are named conditions, and their families."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -13,9 +13,15 @@ _PRESETS: Mapping[str, Preset] = MappingProxyType(
     {name: Preset(MappingProxyType({}), n_seeds=3) for name in ("paper", "laptop")}
 )
 """The presets of a toy family, all equal, because the tasks are small everywhere."""
-SMOKE_SETTINGS: Settings = MappingProxyType(
-    {"batch_size": 16, "trainer.total_training_steps": 4, "trainer.test_freq": 4, "trainer.resume_every": 4}
-)
+
+
+def set_length(steps: int, test_freq: int, resume_every: int) -> Settings:
+    """Make the settings of a run's steps, of the steps between evaluations, and between checkpoints."""
+    lengths = {"total_training_steps": steps, "test_freq": test_freq, "resume_every": resume_every}
+    return MappingProxyType({f"trainer.{name}": value for name, value in lengths.items()})
+
+
+SMOKE_SETTINGS: Settings = MappingProxyType({"batch_size": 16, **set_length(4, 4, 4)})
 """Settings of --smoke: small enough to run a study in seconds, so its numbers are meaningless."""
 BYTES_PER_ROW = 12_000
 """For metrics.jsonl, Tune's result.json, progress.csv and TensorBoard, the log, tables and report."""
@@ -25,18 +31,22 @@ _STATE_OVERHEAD_BYTES = 100_000
 
 
 def make_toy_family(
-    name: str, trial_columns: tuple[Column, ...], log_columns: tuple[str, ...], **fields: Any
+    name: str,
+    trial_columns: tuple[Column, ...],
+    log_columns: tuple[str, ...],
+    progress_columns: Mapping[str, str],
+    **fields: Any,
 ) -> Family:
-    """Make a family of toy studies, whose summary is in its module `read`.
+    """Make a family of toy studies.
 
     trial_columns: in addition to the columns that all families have. log_columns: fields of a log line, before the
-    seconds. fields: other fields of `Family`, overriding those that toy families share.
+    seconds. progress_columns: the columns of the progress table, each with its heading. fields: other fields of
+    `Family`, overriding those that toy families share.
     """
     shared_fields = {
         "presets": _PRESETS,
-        "summarize": f"sandboxes.{name}.read:summarize_run",
+        "summarize": "analysis.data.summaries:summarize_by_prefix",
         "report": "sandboxes.toys.report.report:TOY_REPORT",
-        "description": f"sandboxes.{name}.read:DESCRIPTION",
         "get_environment": lambda settings: str(settings.get("task", "")),
         # Values that every template of a study can use.
         "make_template_values": lambda config: {"task": config.task, "method": config.method},
@@ -46,6 +56,10 @@ def make_toy_family(
         name=name,
         trial_columns=(*COMMON_TRIAL_COLUMNS, *STOP_COLUMNS, *trial_columns),
         log_columns=make_log_columns(dict.fromkeys(log_columns, ".4f")),
+        progress_columns=tuple(
+            DisplayColumn(column, heading, ".4f" if column == "loss" else ".3f")
+            for column, heading in progress_columns.items()
+        ),
         **{**shared_fields, **fields},
     )
 
@@ -137,14 +151,6 @@ def make_toy_study(
 
 
 @dataclass(frozen=True)
-class Panel:
-    """One panel of the learning curves: a step column, and the label of its axis."""
-
-    column: str
-    label: str
-
-
-@dataclass(frozen=True)
 class Description:
     """What the report says and shows of a family of toy studies, beside the tables that all have."""
 
@@ -154,11 +160,7 @@ class Description:
     """The primary outcome, in words."""
     number: str
     """Its short name, in the index of a suite."""
-    panels: tuple[Panel, ...]
+    panels: Mapping[str, str]
+    """Step columns whose learning curves a study shows if it measures them, each with the label of its axis."""
     run_columns: Mapping[str, str]
     """Trial columns in the table of all runs, each with its heading."""
-    study_panels: Mapping[str, tuple[Panel, ...]] = field(default_factory=dict)
-    """Panels of single studies, by name."""
-
-
-ERROR_PANEL = Panel("test_error", "test error (fraction)")

@@ -1,7 +1,5 @@
 """Check the requirements of studies of trees: a sandbox for code and its memory, the questions, and the judge."""
 
-import math
-
 from sandboxes.trees.repl.judge import make_judge
 from sandboxes.trees.repl.papers import make_papers
 from sandboxes.trees.repl.process import find_obstacle
@@ -29,32 +27,13 @@ def check_papers(plan: StudyPlan) -> None:
             raise PlanError(f"{obstacle} Or type --set env.papers.score=char_f1, which needs no judge.")
 
 
-def describe_repl_memory(plan: StudyPlan, max_concurrent: int) -> str:
-    """Format a line about the maximum memory of the REPLs of all concurrent runs."""
-    sizes = []
-    for config in _list_tree_configs(plan):
-        env = config.env
-        # Trees that are open at once: of a step, of a validation, or of the final evaluation.
-        num_trees = max(env.env_groups * env.group_size, env.val_env_groups * env.val_group_size, env.test_env_groups)
-        sizes.append((num_trees, _count_repls(config), env.papers.execution_mib))
-    num_trees, num_repls, size = max(sizes, key=math.prod)
-    count, available_mib = max_concurrent * num_trees * num_repls, machine_checks.measure_available_memory() >> 20
-    verdict = "OK."
-    if count * size > available_mib:
-        verdict = "Code seldom fills it. If it does, the kernel ends REPLs, with their variables, before it ends a run"
-        smaller_size = max(available_mib // count, _MIN_MIB)
-        verdict += f"; --set env.papers.execution_mib={smaller_size} lowers it." if smaller_size < size else "."
-    return (
-        f"Memory of code: at most {max_concurrent} runs x {num_trees} trees x {num_repls} REPLs x {size} MiB = "
-        f"{count * size / 1024:.1f} GiB, {available_mib / 1024:.1f} GiB available. {verdict}"
-    )
-
-
 def explain_repl_shortage(plan: StudyPlan) -> str:
     """Explain why the REPLs of one tree cannot use all their memory here, and what to type; empty if they can."""
     available_mib = machine_checks.measure_available_memory() >> 20
     for config in _list_tree_configs(plan):
-        size, num_repls = config.env.papers.execution_mib, _count_repls(config)
+        papers = config.env.papers
+        # The root's, and one per child of a call.
+        size, num_repls = papers.execution_mib, 1 + min(papers.max_children_per_call, papers.max_children)
         if num_repls * size > available_mib:
             return (
                 f"DOES NOT FIT: a tree has up to {num_repls} REPLs of {size} MiB, and {available_mib} MiB are "
@@ -68,9 +47,4 @@ def _list_tree_configs(plan: StudyPlan) -> list[RunConfig]:
     return [config for config in plan.ppo_configs if config.env.kind.has_trees]
 
 
-def _count_repls(config: RunConfig) -> int:
-    """Count the REPLs of a tree that are open at once: the root's, and one per child of a call."""
-    return 1 + min(config.env.papers.max_children_per_call, config.env.papers.max_children)
-
-
-REQUIREMENTS = GameRequirements(check_papers, describe_repl_memory, explain_repl_shortage)
+REQUIREMENTS = GameRequirements(check_papers, explain_repl_shortage)

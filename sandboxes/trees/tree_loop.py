@@ -17,8 +17,8 @@ from trainable.config.setting_types import PromptStyle
 from trainable.envs.prompts import ChatFormat
 from trainable.files.step_phase import STEP_PHASE
 from trainable.models.codec import Codec
+from trainable.rollout.episode import Transcript
 from trainable.rollout.sampler import Sampler, SamplingParams
-from trainable.rollout.transcript import Transcript
 
 MAX_THREADS = 16
 """Number of REPL processes that compute at the same time. The threads only wait for them."""
@@ -29,9 +29,6 @@ SPARE_FILES = 256
 MAX_OPEN_FILES = 65_536
 CHARS_PER_TOKEN = 16
 """Characters per token of the context; a longer question to a child is refused without encoding it."""
-SECONDS_PER_CHAR = 4e-6
-"""CPU time that a question costs the code that asks it: what the slowest measured tokenizer needs. Unlike measured
-time, a price per character does not depend on the machine's load."""
 
 
 class TreeTexts(NamedTuple):
@@ -232,10 +229,9 @@ class _TreeLoop:
             stream = rollout.stream.spawn(1)[0]
             children.append(Rollout(prompt, rollout.papers if papers is None else papers, turn, stream))
         problem = f"a question and its reply may have at most {self.settings.context_length} tokens"
-        num_chars = [len(child.prompt) + sum(map(len, child.papers)) for child in children]
-        if max(num_chars) > CHARS_PER_TOKEN * self.settings.context_length:
+        num_chars = max(len(child.prompt) + sum(map(len, child.papers)) for child in children)
+        if num_chars > CHARS_PER_TOKEN * self.settings.context_length:
             return problem
-        rollout.session.charge(SECONDS_PER_CHAR * sum(num_chars))
         return children if self.start(children) else problem
 
     def _continue(self, rollouts: Sequence[Rollout], rows: Sequence[int]) -> tuple[list[int], list[list[int]]]:
@@ -265,6 +261,6 @@ class _TreeLoop:
 
 def _reply_to_query(rollout: Rollout, children: Sequence[Rollout] | str) -> Outcome:
     if isinstance(children, str):
-        return rollout.session.refuse(children)
+        return rollout.session.refuse_query(children)
     rollout.children.extend(children)
     return rollout.session.give_answers([child.answer or "" for child in children])

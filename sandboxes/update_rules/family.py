@@ -3,23 +3,22 @@
 from functools import partial
 from types import MappingProxyType
 
-from sandboxes.toys.study import BYTES_PER_PARAMETER, BYTES_PER_ROW, make_toy_family, make_toy_study
+from sandboxes.toys.study import (
+    BYTES_PER_PARAMETER,
+    BYTES_PER_ROW,
+    Description,
+    make_toy_family,
+    make_toy_study,
+    set_length,
+)
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.records import STEP_COLUMNS, TRIAL_COLUMNS
-from trainable.families import DisplayColumn, OutcomeColumn, Remark, Settings
+from trainable.families import OutcomeColumn, Remark, Settings
 
 GROUP_SETTINGS: Settings = MappingProxyType({"group_size": 8, "inner_epochs": 4})
 """The condition that the documents call grouped: 12 prompts with 8 rollouts, four optimizer steps per batch."""
 
-REVERSAL_SETTINGS: Settings = MappingProxyType(
-    {
-        "task": "token_reversal",
-        "batch_size": 96,
-        "trainer.total_training_steps": 300,
-        "trainer.test_freq": 20,
-        "trainer.resume_every": 100,
-    }
-)
+REVERSAL_SETTINGS: Settings = MappingProxyType({"task": "token_reversal", "batch_size": 96, **set_length(300, 20, 100)})
 """The shared conditions of the published sweeps."""
 
 _STATE_OVERHEAD_BYTES = 200_000
@@ -80,16 +79,26 @@ UPDATE_RULES = make_toy_family(
         OutcomeColumn("mean_replay_age", contrast="it checks that ages meant to be equal are", is_compared=False),
     ),
     is_higher_better=False,
+    summarize="sandboxes.update_rules.read:summarize_run",
+    description=Description(
+        label="update-rule sandbox",
+        outcome="test error at the end",
+        number="test error",
+        panels={
+            "test_error": "test error (fraction)",
+            "entropy": "entropy (nats)",
+            "test_error_unscored": "test error, not scored (fraction)",
+            "chain_reward": "chain reward (reward)",
+            "replay_age": "age of the batch (updates)",
+        },
+        run_columns={"final_test_error": "test error", "final_entropy": "entropy"},
+    ),
     part_checks={"method": "sandboxes.update_rules.training.make:check_update_rule"},
     remarks="sandboxes.update_rules.family:REMARKS",
     get_model_path=lambda config: config.model_name if config.task == "lm_bandit" else None,
     estimate_bytes=estimate_bytes,
     estimate_step_seconds=estimate_step_seconds,
-    progress_columns=(
-        DisplayColumn("test_error", "test error", ".3f"),
-        DisplayColumn("entropy", "entropy", ".3f"),
-        DisplayColumn("loss", "loss", ".4f"),
-    ),
+    progress_columns={"test_error": "test error", "entropy": "entropy", "loss": "loss"},
     log_columns=("test_error", "test_error_unscored", "chain_reward", "entropy", "reward", "loss"),
 )
 

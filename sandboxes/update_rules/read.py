@@ -1,25 +1,24 @@
-"""Summarize a run of an update rule, and describe its family for reports."""
+"""Summarize a run of an update rule."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
 from analysis.data.schemas import Row
 from analysis.data.summaries import summarize_by_prefix
 from analysis.stats.estimates import area_under_curve
-from sandboxes.toys.study import ERROR_PANEL, Description, Panel
-from sandboxes.update_rules.records import TRIAL_COLUMNS
+from trainable.runs.records import Column
 
 LOW_ENTROPY = 0.1
 """nats; the threshold of `first_step_entropy_low` (docs/metrics.md)."""
 
 
-def summarize_run(rows: Sequence[Row], end_step: int | None) -> Row:
+def summarize_run(rows: Sequence[Row], end_step: int | None, trial_columns: Iterable[Column]) -> Row:
     """Take values from the last evaluation, first steps at which a threshold is reached, and means."""
     last_step = rows[-1]["step"] if rows else 0
     entropies = [(row["step"], row["entropy"]) for row in rows if row.get("entropy") is not None]
     return {
-        **summarize_by_prefix(rows, end_step, TRIAL_COLUMNS),
+        **summarize_by_prefix(rows, end_step, trial_columns),
         "first_step_entropy_low": _find_first_step(rows, "entropy", LOW_ENTROPY),
         "first_step_error_zero": _find_first_step(rows, "test_error", threshold=0.0),
         # Mean height of the curve from its first value; NaN without a value.
@@ -52,20 +51,3 @@ def _compute_mean_over_batches(rows: Sequence[Row], column: str) -> float | None
     ]
     total = sum(count for count, _ in weighted_values)
     return sum(count * value for count, value in weighted_values) / total if weighted_values else None
-
-
-DESCRIPTION = Description(
-    label="update-rule sandbox",
-    outcome="test error at the end",
-    number="test error",
-    panels=(ERROR_PANEL, Panel("entropy", "entropy (nats)")),
-    run_columns={"final_test_error": "test error", "final_entropy": "entropy"},
-    study_panels={
-        "replay": (ERROR_PANEL, Panel("replay_age", "age of the batch (updates)")),
-        "partial-credit": (
-            Panel("test_error", "test error, scored (fraction)"),
-            Panel("test_error_unscored", "test error, not scored (fraction)"),
-        ),
-        "dense-correction": (ERROR_PANEL, Panel("chain_reward", "chain reward (reward)")),
-    },
-)

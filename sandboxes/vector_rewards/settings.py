@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from sandboxes.toys.settings import RunnerConfig, ToyRunConfig, reject_large_tensors, reject_partial_groups
+from sandboxes.toys.settings import ShortRunnerConfig, ToyRunConfig, reject_large_tensors, reject_partial_groups
 from trainable.config.base_config import ReadCondition
 from trainable.config.conditions import SMALLEST_CLIP, derive_conditions
 from trainable.config.setting_types import Common, NonNegative, Positive
@@ -14,14 +14,6 @@ SIMPLEX_POINTS = 2048
 """Number of weights over which a mean over the simplex is computed."""
 _MAX_ACTIONS = 64
 """Upper bound on the number of actions of every front."""
-MAX_TENSOR_ENTRIES = 2**28
-"""1 GiB in float32; larger sizes are typos."""
-
-
-class VectorRewardRunnerConfig(RunnerConfig):
-    """Length, evaluation, checkpoints and machine of a run."""
-
-    total_training_steps: Common[int] = Field(500, ge=1, le=100_000, description="training steps; alias num_steps")
 
 
 class VectorRewardConfig(ToyRunConfig):
@@ -56,7 +48,7 @@ class VectorRewardConfig(ToyRunConfig):
     hidden: int = Field(32, ge=1, description="width of the policy")
     eval_sets: int = Field(12, ge=1, description="sets per prompt in an evaluation")
     eval_candidates: int = Field(3, ge=1, description="candidates of a set in the score over all weights")
-    trainer: VectorRewardRunnerConfig = VectorRewardRunnerConfig()
+    trainer: ShortRunnerConfig = ShortRunnerConfig()
 
     def list_rejections(self) -> dict[str, bool]:
         """See `ToyRunConfig`."""
@@ -78,7 +70,6 @@ class VectorRewardConfig(ToyRunConfig):
             **reject_large_tensors(
                 self,
                 entries,
-                MAX_TENSOR_ENTRIES,
                 *("batch_size", "num_candidates", "num_weight_samples", "num_prompts", "eval_candidates", "hidden"),
             ),
         }

@@ -7,10 +7,17 @@ set is worth over all weights.
 
 from collections.abc import Mapping
 
-from sandboxes.toys.study import estimate_toy_bytes, make_summary_columns, make_toy_family, make_toy_study
+from sandboxes.toys.study import (
+    Description,
+    estimate_toy_bytes,
+    make_summary_columns,
+    make_toy_family,
+    make_toy_study,
+    set_length,
+)
 from sandboxes.vector_rewards.settings import VectorRewardConfig
 from search_spaces.declaration.study import Study
-from trainable.families import DisplayColumn, OutcomeColumn, Settings
+from trainable.families import OutcomeColumn, Settings
 from trainable.runs.records import TOY_TIME_COLUMNS, Column
 
 STEP_COLUMNS: tuple[Column, ...] = (
@@ -59,14 +66,17 @@ VECTOR_REWARDS = make_toy_family(
         OutcomeColumn("late_mean_scalar_reward", 0.02),
         OutcomeColumn("late_pool_diversity_l1", 0.1, "it shows whether the candidates of a set differ"),
     ),
+    description=Description(
+        label="vector rewards",
+        outcome="the score of a set over all weights",
+        number="simplex score",
+        panels={"simplex_score": "score over all weights (reward)", "best_at_9": "best of 9 (reward)"},
+        run_columns={"late_simplex_score": "simplex score", "late_best_at_9": "best@9", "final_entropy": "entropy"},
+    ),
     is_higher_better=True,
     estimate_bytes=estimate_bytes,
     estimate_step_seconds=lambda config: 3e-3 * config.batch_size / 128,
-    progress_columns=(
-        DisplayColumn("simplex_score", "simplex score", ".3f"),
-        DisplayColumn("best_at_9", "best@9", ".3f"),
-        DisplayColumn("entropy", "entropy", ".3f"),
-    ),
+    progress_columns={"simplex_score": "simplex score", "best_at_9": "best@9", "entropy": "entropy"},
     log_columns=(
         *("simplex_score", "mean_scalar_reward", "best_at_1", "best_at_9", "pool_diversity_l1", "entropy", "loss"),
     ),
@@ -86,12 +96,7 @@ def _make_study(name: str, question: str, task: str) -> Study:
         question=question,
         arms=ARMS,
         baseline="MultiRLVR",
-        fixed_settings={
-            "task": task,
-            "trainer.total_training_steps": 500,
-            "trainer.test_freq": 20,
-            "trainer.resume_every": 100,
-        },
+        fixed_settings={"task": task, **set_length(500, 20, 100)},
         setting="method",
         contrasts={"VPOGRPO against ScalarGRPO": (("VPOGRPO", "ScalarGRPO"),)},
     )

@@ -56,22 +56,23 @@ class Axis:
         return named_fields if has_only_names else named_fields | {self.setting, *self.extra_settings}
 
 
-def make_grid_axis(factors: Mapping[str, Sequence[str]], presets: Sequence[str] = ("laptop", "paper")) -> Axis:
+def make_arms_axis(setting: str, arms: Mapping[str, Settings], factors: Sequence[str] = ()) -> Axis:
+    """Make an axis of named arms, the same on a laptop and on paper. See `Axis` for `setting` and `factors`."""
+    grids = dict.fromkeys(("laptop", "paper"), tuple(arms))
+    return Axis(setting, grids, "--arms", named_settings=arms, factors=tuple(factors))
+
+
+def make_grid_axis(factors: Mapping[str, Sequence[str]]) -> Axis:
     """Make an axis over all combinations of the values of several settings.
 
-    An arm is named after its values: `lr1e-4-ppo_epochs4`.
-
-    factors: values by dotted setting, as they are typed. presets: the presets that have these values.
+    An arm is named after its values: `lr1e-4-ppo_epochs4`. factors: values by dotted setting, as they are typed.
 
     Example:
         >>> make_grid_axis({"actor.lr": ("1e-4", "1e-3"), "actor.ppo_epochs": ("1", "4")}).grids["laptop"][1]
         'lr1e-4-ppo_epochs4'
     """
     points = (dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values()))
-    arms = {_name_point(point): point for point in points}
-    return Axis(
-        " x ".join(factors), dict.fromkeys(presets, tuple(arms)), "--arms", named_settings=arms, factors=tuple(factors)
-    )
+    return make_arms_axis(" x ".join(factors), {_name_point(point): point for point in points}, tuple(factors))
 
 
 def make_grid_contrasts(factors: Mapping[str, Sequence[str]]) -> Contrasts:
@@ -180,7 +181,7 @@ class NameTemplates:
     summary_log: str = "{run}.log"
     """Path of the summary log, below logs/."""
     summary_times: tuple[str, ...] = ("train", "eval", "total")
-    """Times in a line of the summary log, see `tune_study.folder.summary.format_run_times`."""
+    """Times in a line of the summary log, see `tune_study.folder.statuses.format_run_times`."""
     probe_log: str = "gradient_analysis_probe_{env}_{model}/{experiment}-probe-ckpt{step}-{val}-kl_and_entropy.log"
     """Log of a probe, below logs/."""
 

@@ -6,7 +6,7 @@ analyses lie before, at and after the onset of a collapse. The entropy bonus is 
 there so that its gradient is measured.
 """
 
-from search_spaces.declaration.study import Axis, Study
+from search_spaces.declaration.study import Study, make_arms_axis
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO
 
@@ -28,12 +28,7 @@ STUDY = Study(
     name="collapse-gradients",
     family=PPO,
     question=__doc__.splitlines()[0],
-    axis=Axis(
-        "advantage estimator x KL coefficient",
-        {"paper": tuple(_ARMS), "laptop": tuple(_ARMS)},
-        "--arms",
-        named_settings=_ARMS,
-    ),
+    axis=make_arms_axis("advantage estimator x KL coefficient", _ARMS),
     fixed_settings={
         **SWEEP_SETTINGS,
         "actor.entropy_coeff": 0.001,

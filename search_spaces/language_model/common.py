@@ -1,7 +1,8 @@
-"""Settings that the three published sweeps share, so that each sweep changes one axis only."""
+"""Settings that the three published sweeps share, so that each sweep changes one axis only, and their file names."""
 
 from types import MappingProxyType
 
+from search_spaces.declaration.study import NameTemplates
 from trainable.families import Settings
 
 SWEEP_SETTINGS: Settings = MappingProxyType(
@@ -26,3 +27,19 @@ SWEEP_SETTINGS: Settings = MappingProxyType(
         "trainer.val_before_train": True,
     }
 )
+
+
+def make_sweep_templates(stem: str, title: str, wandb_project: str, value_name: str = "arm") -> NameTemplates:
+    """Make the file names of a sweep, as published.
+
+    stem: with which the names of folder and runs begin. value_name: names the value of an arm in the summary log.
+    """
+    return NameTemplates(
+        run=f"{stem}_{{model}}",
+        experiment=f"{{env}}_{stem}_{{tag}}_{{label}}-{{model}}",
+        title=title,
+        summary=f"{value_name}={{arm}} | filter={{tag}} | include_zero={{include_zero}}",
+        wandb_project=wandb_project,
+        log="{run}/{tag}/{label}/{experiment}.log",
+        checkpoints="{run}/{label}/{experiment}",
+    )

@@ -11,7 +11,7 @@ changes with the policies, so the report also draws success against tokens.
 The teacher of a shipped policy is that policy before it learned its bad habits; it is made on first use.
 """
 
-from search_spaces.declaration.study import Axis, Contrasts, Study
+from search_spaces.declaration.study import Contrasts, Study, make_arms_axis
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO
 from trainable.families import Settings
@@ -40,12 +40,7 @@ STUDY = Study(
     name="distill",
     family=PPO,
     question=__doc__.splitlines()[0],
-    axis=Axis(
-        "signal: rewards, teacher, or both",
-        {"paper": tuple(ARMS), "laptop": tuple(ARMS)},
-        "--arms",
-        named_settings=ARMS,
-    ),
+    axis=make_arms_axis("signal: rewards, teacher, or both", ARMS),
     # No filter: without rewards, their variance says nothing about a group.
     fixed_settings={**SWEEP_SETTINGS, "actor.entropy_coeff": 0.0, "filter.rollout_filter_value": 1.0},
     presets={

@@ -1,7 +1,7 @@
 """How large can the entropy bonus be before exploration becomes noise?"""
 
-from search_spaces.declaration.study import Axis, NameTemplates, Study
-from search_spaces.language_model.common import SWEEP_SETTINGS
+from search_spaces.declaration.study import Axis, Study
+from search_spaces.language_model.common import SWEEP_SETTINGS, make_sweep_templates
 from search_spaces.language_model.family import PPO
 
 STUDY = Study(
@@ -23,13 +23,7 @@ STUDY = Study(
         "filter.rollout_filter_value": 1.0,
     },
     baseline="0",
-    published_templates=NameTemplates(
-        run="entropy_sweep_{model}",
-        experiment="{env}_entropy_sweep_{tag}_{label}-{model}",
-        title="Entropy Sweep",
-        summary="entropy={arm} | filter={tag} | include_zero={include_zero}",
-        wandb_project="ragen_release_entropy_sweep",
-        log="{run}/{tag}/{label}/{experiment}.log",
-        checkpoints="{run}/{label}/{experiment}",
+    published_templates=make_sweep_templates(
+        "entropy_sweep", "Entropy Sweep", "ragen_release_entropy_sweep", "entropy"
     ),
 )

@@ -17,12 +17,6 @@ from trainable.runs.study_record import Dimension
 DEFAULT_ENVIRONMENT = "sokoban"
 """The game of studies recorded before there were several."""
 
-INCLUDE_ZERO_TAGS = {True: "nofilter", False: "filter_zero"}
-"""The published tag of each value of rollout_filter_include_zero."""
-
-COLLAPSE_TAGS = {(True, True): "ftmt", (True, False): "ft", (False, True): "mt", (False, False): "nocd"}
-"""The published tags, by whether the diagnostics of first turns and of all turns are on."""
-
 _FILTER_STRATEGY = "filter.rollout_filter_strategy"
 
 SEARCH_SPACE: tuple[Dimension, ...] = (
@@ -40,9 +34,6 @@ SEARCH_SPACE: tuple[Dimension, ...] = (
 
 The intervals span one to three powers of ten around the values of published recipes.
 """
-
-STRATEGY_NAMES = {"top_k_abs": "top_k"}
-"""Published names of filter strategies, where they differ: in the documents top_k takes a count of groups."""
 
 
 def get_model_name(path: str) -> str:
@@ -74,10 +65,10 @@ def make_template_values(config: RunConfig) -> dict[str, str]:
         "env": game,
         "model": model if is_told_by_model else f"{model}_{game}",
         "size": size_match.group() if size_match else model,
-        "tag": INCLUDE_ZERO_TAGS[filter_config.rollout_filter_include_zero],
-        "strategy": STRATEGY_NAMES.get(strategy, strategy),
+        "tag": "nofilter" if filter_config.rollout_filter_include_zero else "filter_zero",
+        "strategy": "top_k" if strategy == "top_k_abs" else strategy,  # in the documents top_k takes a count of groups
         "kl_type": actor.kl_loss_type,
-        "collapse": COLLAPSE_TAGS[collapse.first_turn_enabled, collapse.multi_turn_enabled],
+        "collapse": ("ft" * collapse.first_turn_enabled + "mt" * collapse.multi_turn_enabled) or "nocd",
         "lr": format_rate(actor.lr),
         "mass": make_value_label(f"{filter_config.rollout_filter_value:g}"),
         "train": train_size,
@@ -101,11 +92,6 @@ def as_run_config(config: BaseRunConfig) -> RunConfig:
             f"A {type(config).__name__} does not configure the fine-tuning of a language model: use a RunConfig."
         )
     return config
-
-
-def get_model_path(config: RunConfig) -> str:
-    """Return the path of the model that the run fine-tunes."""
-    return config.model.path
 
 
 PPO = Family(
@@ -134,7 +120,7 @@ PPO = Family(
     own_prefixes=("train_", "val_", "base_val_"),
     remarks="tune_study.plan.remarks:PPO_REMARKS",
     make_template_values=make_template_values,
-    get_model_path=get_model_path,
+    get_model_path=lambda config: config.model.path,
     progress_columns=(
         DisplayColumn("val_success", "success", ".3f", fallback_column="base_val_success"),
         DisplayColumn("reward_std", "reward std", ".3f"),

@@ -6,7 +6,7 @@ RAGEN-2 reports that its gain shrinks with slip, and is gone at 80 to 100 %. All
 top-p.
 """
 
-from search_spaces.declaration.study import Axis, Contrasts, Study
+from search_spaces.declaration.study import Contrasts, Study, make_arms_axis
 from search_spaces.language_model import top_p
 from search_spaces.language_model.family import PPO
 from trainable.families import Settings
@@ -42,12 +42,7 @@ STUDY = Study(
     name="filter-under-noise",
     family=PPO,
     question=__doc__.splitlines()[0],
-    axis=Axis(
-        "slip x top-p mass of the filter",
-        {"paper": tuple(_ARMS), "laptop": tuple(_ARMS)},
-        "--arms",
-        named_settings=_ARMS,
-    ),
+    axis=make_arms_axis("slip x top-p mass of the filter", _ARMS),
     fixed_settings={**top_p.STUDY.fixed_settings, "env.name": GAME},
     presets={preset: PPO.make_game_settings(GAME, preset) for preset in ("paper", "laptop")},
     n_seeds=3,

@@ -8,8 +8,8 @@ four mini-batches move the ratios away from 1; in a single update no clip could 
 arms of GRPO.
 """
 
-from search_spaces.declaration.study import Axis, NameTemplates, Study
-from search_spaces.language_model.common import SWEEP_SETTINGS
+from search_spaces.declaration.study import Study, make_arms_axis
+from search_spaces.language_model.common import SWEEP_SETTINGS, make_sweep_templates
 from search_spaces.language_model.family import PPO
 from trainable.families import Settings
 
@@ -37,12 +37,7 @@ STUDY = Study(
     family=PPO,
     game="sokoban",
     question=__doc__.splitlines()[0],
-    axis=Axis(
-        "std normalization x clip, and TPO",
-        {"paper": tuple(ARMS), "laptop": tuple(ARMS)},
-        "--arms",
-        named_settings=ARMS,
-    ),
+    axis=make_arms_axis("std normalization x clip, and TPO", ARMS),
     fixed_settings={
         **SWEEP_SETTINGS,
         "algorithm.adv_estimator": "grpo",
@@ -54,15 +49,7 @@ STUDY = Study(
         "filter.rollout_filter_value": 1.0,
     },
     baseline="std-clip0.2",
-    published_templates=NameTemplates(
-        run="grpo_entropy_{model}",
-        experiment="{env}_grpo_entropy_{tag}_{label}-{model}",
-        title="GRPO Entropy on Sokoban",
-        summary="arm={arm} | filter={tag} | include_zero={include_zero}",
-        wandb_project="ragen_grpo_entropy",
-        log="{run}/{tag}/{label}/{experiment}.log",
-        checkpoints="{run}/{label}/{experiment}",
-    ),
+    published_templates=make_sweep_templates("grpo_entropy", "GRPO Entropy on Sokoban", "ragen_grpo_entropy"),
     smoke_settings={
         "trainer.total_training_steps": 1,
         "env.env_groups": 2,

@@ -1,7 +1,7 @@
 """Does a KL penalty to the initial policy prevent collapse, and at which coefficient does it start to cost success?"""
 
-from search_spaces.declaration.study import Axis, NameTemplates, Study
-from search_spaces.language_model.common import SWEEP_SETTINGS
+from search_spaces.declaration.study import Axis, Study
+from search_spaces.language_model.common import SWEEP_SETTINGS, make_sweep_templates
 from search_spaces.language_model.family import PPO
 
 STUDY = Study(
@@ -19,13 +19,5 @@ STUDY = Study(
     ),
     fixed_settings={**SWEEP_SETTINGS, "actor.entropy_coeff": 0.0, "filter.rollout_filter_value": 1.0},
     baseline="0",
-    published_templates=NameTemplates(
-        run="kl_sweep_{model}",
-        experiment="{env}_kl_sweep_{tag}_{label}-{model}",
-        title="KL Sweep",
-        summary="kl={arm} | filter={tag} | include_zero={include_zero}",
-        wandb_project="ragen_release_kl_sweep",
-        log="{run}/{tag}/{label}/{experiment}.log",
-        checkpoints="{run}/{label}/{experiment}",
-    ),
+    published_templates=make_sweep_templates("kl_sweep", "KL Sweep", "ragen_release_kl_sweep", "kl"),
 )

@@ -5,10 +5,10 @@ The arms cross the learning rate of the policy, over a decade and a half, with t
 keeps the preset's learning rate, and GRPO uses PPO's loss aggregation.
 """
 
-from collections.abc import Iterator
+import itertools
 
-from search_spaces.declaration.study import Axis, Contrasts, NameTemplates, Study
-from search_spaces.language_model.common import SWEEP_SETTINGS
+from search_spaces.declaration.study import Axis, Contrasts, Study
+from search_spaces.language_model.common import SWEEP_SETTINGS, make_sweep_templates
 from search_spaces.language_model.family import PPO
 from trainable.families import Settings
 
@@ -30,23 +30,18 @@ def _name_arm(algorithm: str, coefficient: str, rate: str) -> str:
     return f"{algorithm}-kl{coefficient}-lr{rate}"
 
 
-def _make_arms(rates: tuple[str, ...]) -> Iterator[tuple[str, Settings]]:
-    """Yield the arms over `rates` by name: for each algorithm and KL coefficient, from the lowest rate up."""
-    for algorithm, estimator in ESTIMATORS.items():
-        for coefficient in KL_COEFFICIENTS:
-            for rate in rates:
-                yield (
-                    _name_arm(algorithm, coefficient, rate),
-                    {
-                        "actor.lr": float(rate),
-                        "actor.use_kl_loss": coefficient != "0",
-                        "actor.kl_loss_coef": float(coefficient),
-                        "algorithm.adv_estimator": estimator,
-                    },
-                )
-
-
-_ARMS_BY_PRESET = {preset: dict(_make_arms(rates)) for preset, rates in RATES.items()}
+_ARMS_BY_PRESET: dict[str, dict[str, Settings]] = {
+    preset: {
+        _name_arm(algorithm, coefficient, rate): {
+            "actor.lr": float(rate),
+            "actor.use_kl_loss": coefficient != "0",
+            "actor.kl_loss_coef": float(coefficient),
+            "algorithm.adv_estimator": estimator,
+        }
+        for (algorithm, estimator), coefficient, rate in itertools.product(ESTIMATORS.items(), KL_COEFFICIENTS, rates)
+    }
+    for preset, rates in RATES.items()
+}
 _ALL_RATES = tuple(rate for rates in RATES.values() for rate in rates)
 
 # All pairs are listed; a study uses the pairs of its preset, since other rates have no runs.
@@ -82,13 +77,5 @@ STUDY = Study(
     n_seeds=3,
     baseline="ppo-kl0-lr{lr}",
     contrasts=CONTRASTS,
-    published_templates=NameTemplates(
-        run="learning_rate_{model}",
-        experiment="{env}_learning_rate_{tag}_{label}-{model}",
-        title="Learning Rate",
-        summary="arm={arm} | filter={tag} | include_zero={include_zero}",
-        wandb_project="ragen_learning_rate",
-        log="{run}/{tag}/{label}/{experiment}.log",
-        checkpoints="{run}/{label}/{experiment}",
-    ),
+    published_templates=make_sweep_templates("learning_rate", "Learning Rate", "ragen_learning_rate"),
 )

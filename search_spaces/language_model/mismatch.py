@@ -9,7 +9,7 @@ episodes, and the band of IcePop. The check of a fixed prompt, which ends other 
 engine_prompt_mismatch is to be compared with the usual tolerance.
 """
 
-from search_spaces.declaration.study import Axis, Contrasts, Study
+from search_spaces.declaration.study import Contrasts, Study, make_arms_axis
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO
 from trainable.families import Settings
@@ -54,12 +54,7 @@ STUDY = Study(
     name="mismatch",
     family=PPO,
     question=__doc__.splitlines()[0],
-    axis=Axis(
-        "noise of the engine's weights x importance correction",
-        {"paper": tuple(_ARMS), "laptop": tuple(_ARMS)},
-        "--arms",
-        named_settings=_ARMS,
-    ),
+    axis=make_arms_axis("noise of the engine's weights x importance correction", _ARMS),
     fixed_settings={
         **SWEEP_SETTINGS,
         "actor.use_kl_loss": False,

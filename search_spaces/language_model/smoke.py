@@ -17,8 +17,6 @@ FILTER_FRACTIONS = {"topk100": 1.0, "topk80": 0.8, "topk60": 0.6, "topk40": 0.4}
 """Fraction of groups that a filter keeps, by its published name; the same under every strategy."""
 
 KL_TYPES = ("low_var_kl", "kl", "mse")
-STRATEGY_ALIASES = {"top_p": "top_p", "top_k": "top_k_abs", "min_p": "min_p", "top_f": "top_f"}
-"""Maps published names to filter strategies; the published top_k takes a count of groups."""
 
 GROUPS = ("1", "2", "3", "4", "5")
 GROUPS_BY_KL_TYPE = {"kl": ("1", "4", "5"), "mse": ("1", "4", "5"), "low_var_kl": GROUPS}
@@ -82,13 +80,7 @@ def convert_to_group_count(settings: Settings, base: RunConfig) -> Settings:
     return {**settings, "filter.rollout_filter_value": max(1, int(fraction * base.env.env_groups))}
 
 
-_ARMS_BY_GROUP = {group: {kl_type: make_arms(group, kl_type) for kl_type in KL_TYPES} for group in GROUPS}
-_SETTINGS_BY_ARM = {
-    name: settings
-    for arms_by_kl_type in _ARMS_BY_GROUP.values()
-    for arms in arms_by_kl_type.values()
-    for name, settings in arms.items()
-}
+_ARMS = {(group, kl_type): make_arms(group, kl_type) for group in GROUPS for kl_type in KL_TYPES}
 
 _FIXED_SETTINGS: Settings = MappingProxyType(
     {
@@ -114,19 +106,10 @@ def _make_study(name: str, question: str, kl_types: Mapping[str, tuple[str, ...]
     name, question: of the study. kl_types: for each KL loss, the groups of the grid that use it. loss_tag: stands for
     the KL losses in the study's file names.
     """
-    kl_type_groups = [(kl_type, group) for kl_type, groups in kl_types.items() for group in groups]
-    grid = tuple(itertools.chain.from_iterable(_ARMS_BY_GROUP[group][kl_type] for kl_type, group in kl_type_groups))
-    value_groups = {
-        group_name: tuple(
-            itertools.chain.from_iterable(
-                _ARMS_BY_GROUP[group][kl_type] for kl_type, group in kl_type_groups if group == group_name
-            )
-        )
-        for group_name in GROUPS
-    }
+    pairs = [(group, kl_type) for kl_type, groups in kl_types.items() for group in groups]
     # Each arm sets a KL loss, but the base configuration's completes the name of the baseline, an arm of group 3. In
     # the published order, group 3 runs under the last loss.
-    kl_type = kl_type_groups[-1][0]
+    kl_type = pairs[-1][1]
     return Study(
         name=name,
         family=PPO,
@@ -135,16 +118,18 @@ def _make_study(name: str, question: str, kl_types: Mapping[str, tuple[str, ...]
         axis=Axis(
             setting="KL and entropy coefficients, filter",
             option="--groups",
-            grids={"paper": grid, "laptop": grid},
-            named_settings=_SETTINGS_BY_ARM,
-            value_groups=value_groups,
+            grids=dict.fromkeys(("paper", "laptop"), tuple(arm for pair in pairs for arm in _ARMS[pair])),
+            named_settings={arm: settings for arms in _ARMS.values() for arm, settings in arms.items()},
+            value_groups={
+                group: tuple(arm for pair in pairs if pair[0] == group for arm in _ARMS[pair]) for group in GROUPS
+            },
             adapt=convert_to_group_count,
         ),
         fixed_settings={**_FIXED_SETTINGS, "actor.kl_loss_type": kl_type},
         presets={"paper": {"model.path": "Qwen/Qwen2.5-3B-Instruct"}},
         n_seeds=1,
         baseline_seeds=5,
-        strategy_aliases=STRATEGY_ALIASES,
+        strategy_aliases={"top_k": "top_k_abs"},  # the published top_k takes a count of groups
         baseline="g3-smoke-ppo-sokoban-topk100-kl0-ent0-{kl_type}",
         published_templates=NameTemplates(
             run=f"smoke_test_{{strategy}}_{{size}}_{loss_tag}_{{collapse}}",
@@ -156,7 +141,6 @@ def _make_study(name: str, question: str, kl_types: Mapping[str, tuple[str, ...]
             ),
             wandb_project="ragen-smoke_test_{strategy}",
             log="smoke_test_{strategy}_details/{experiment}.log",
-            checkpoints="{run}/{experiment}",
             summary_log=f"smoke_test_{{strategy}}/smoke_test_results_{{size}}_{loss_tag}_{{collapse}}.log",
             summary_times=("train", "eval", "collapse", "collapse_first", "collapse_multi", "total"),
         ),

@@ -35,7 +35,7 @@ from tune_study.folder.statuses import find_finished_runs, make_timestamp
 from tune_study.folder.study_file import check_unchanged, merge_with_folder, plan_from_folder
 from tune_study.host.console import show_warnings
 from tune_study.plan.study_plan import StudyPlan, make_plan
-from tune_study.tune.conclusion import write_results
+from tune_study.tune.session import write_results
 from tune_study.tune.trials import make_trial_config
 
 STUDY = "gradient-analysis"

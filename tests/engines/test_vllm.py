@@ -21,9 +21,9 @@ from trainable.envs.prompts import make_prompt_template
 from trainable.envs.sokoban.game import Sokoban
 from trainable.models.load import Policy, load_policy, make_codec
 from trainable.models.qwen2 import Qwen2
+from trainable.rollout.engine import EngineMismatchError, check_mismatch, measure_mismatch
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.episode_loop import RolloutRequest, TurnPlayer
-from trainable.rollout.logprob_mismatch import EngineMismatchError, check_mismatch, measure_mismatch
 from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.rollout.vllm_sampler import LM_HEAD_NAME, EngineSettings, VllmSampler

@@ -72,7 +72,7 @@ def test_adapters_are_merged_into_the_weights_of_vllm(dtype: str) -> None:
 
 def test_rows_have_the_mismatch_and_old_weights_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.fakes.trainers import make_quiet_trainer
-    from trainable.rollout.logprob_mismatch import EngineMismatchError
+    from trainable.rollout.engine import EngineMismatchError
 
     trainer = make_quiet_trainer(rollout__name="vllm", rollout__max_model_len=256, trainer__total_training_steps=4)
     for _ in range(2):

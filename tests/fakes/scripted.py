@@ -13,7 +13,7 @@ from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.models.qwen2 import Qwen2
 from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.sampler import LockStepTurns, SampledReply, SamplingParams
+from trainable.rollout.sampler import SampledReply, SamplingParams
 from tune_study.placement.resources import TORCH_SETTINGS, find_compiled_obstacle
 
 SMALL_SETTINGS = {
@@ -122,9 +122,6 @@ class ScriptedSampler:
         self.prompts = [list(prompt) for prompt in prompts for _ in range(group_size)]
         self.params = params
         return self
-
-    def take_turns(self) -> LockStepTurns:
-        return LockStepTurns(self)
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
         previous_rows = list(self.requests[-1]) if self.requests else list(range(len(self.script)))

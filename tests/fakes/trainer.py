@@ -19,8 +19,8 @@ from search_spaces.catalog import STUDIES
 from search_spaces.declaration.study import Study
 from trainable import language_model
 from trainable.config.run_config import RunConfig
-from trainable.files.run_marks import MARK_ENV
 from trainable.runs.failures import NonFiniteError
+from trainable.runs.orphans import MARK_ENV
 from trainable.runs.run import LinesByFile, TrainerState
 from trainable.runs.run_files import Row
 from trainable.runs.training import StepResult

@@ -36,8 +36,8 @@ from trainable.runs.checkpoint import iter_checkpoints
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
 RARE_CHECKPOINTS = ("--set=trainer.resume_every=100", "--set=trainer.resume_seconds=1000")
-LONGEST_ARM, SHORTEST_ARM = "0.1", "0"
-"""The arms of the study in the order in which they start: the run without a KL loss takes less time."""
+FIRST_ARM, LAST_ARM = "0", "0.1"
+"""The arms of the study in the order in which they start."""
 RARE_RECIPE = replace(KL_RECIPE, options=(*SMALL_OPTIONS, *RARE_CHECKPOINTS))
 
 
@@ -71,7 +71,7 @@ def test_one_interrupt_finishes_and_saves_the_steps(tmp_path: Path, uninterrupte
     study = InterruptedStudy(tmp_path, STEPS, ["--max-concurrent=1"], RARE_RECIPE)
     interrupt_and_check(study, press_ctrl_c)
     trials = analysis.load(tmp_path).trials.set_index("arm")
-    assert tuple(trials.loc[SHORTEST_ARM, ["status", "reason"]]) == (
+    assert tuple(trials.loc[LAST_ARM, ["status", "reason"]]) == (
         "never_ran",
         "the study was interrupted before it started",
     )
@@ -87,7 +87,7 @@ def interrupt_and_check(study: InterruptedStudy, interrupt: Callable[["subproces
     assert wait_for(lambda: study.count_rows() >= n_rows_before + 3, driver)
     interrupt(driver)
     log_text = read_end(study, driver, 130)
-    first_run = analysis.load(study.output).trials.set_index("arm").loc[LONGEST_ARM]
+    first_run = analysis.load(study.output).trials.set_index("arm").loc[FIRST_ARM]
     steps = first_run["steps_done"]
     assert first_run["status"] == "interrupted"
     assert first_run["reason"] == f"interrupted after step {steps} of {STEPS}"
@@ -97,16 +97,17 @@ def interrupt_and_check(study: InterruptedStudy, interrupt: Callable[["subproces
 
 
 @pytest.mark.slow
-def test_a_sigterm_to_the_whole_process_group_is_named(tmp_path: Path, uninterrupted_study: InterruptedStudy) -> None:
+def test_a_sigterm_to_the_whole_process_group_interrupts_the_study(
+    tmp_path: Path, uninterrupted_study: InterruptedStudy
+) -> None:
     study = InterruptedStudy(tmp_path, STEPS, ["--max-concurrent=1"])
     driver = study.start()
     assert wait_for(lambda: study.count_rows() >= 3, driver)
     os.killpg(driver.pid, signal.SIGTERM)  # Ray's own processes too, as a batch system or `timeout` does
     log_text = read_end(study, driver, 130)
-    assert "SIGTERM ended Ray's processes too, so it was probably sent to the whole process group" in log_text
     assert "The study ended early" not in log_text
     trials = analysis.load(tmp_path).trials.set_index("arm")
-    assert trials["status"].to_dict() == {LONGEST_ARM: "interrupted", SHORTEST_ARM: "never_ran"}
+    assert trials["status"].to_dict() == {FIRST_ARM: "interrupted", LAST_ARM: "never_ran"}
     finish(study)
     assert_same(study, uninterrupted_study)
 
@@ -140,7 +141,7 @@ def test_a_closed_terminal_is_a_request_to_stop(tmp_path: Path, uninterrupted_st
     assert driver.wait(PATIENCE_S) == 130
     assert study.wait_and_count_orphans() == 0
     trials = analysis.load(tmp_path).trials.set_index("arm")
-    first_run = trials.loc[LONGEST_ARM]
+    first_run = trials.loc[FIRST_ARM]
     assert first_run["status"] == "interrupted"
     checkpoint_steps = [step for step, _ in iter_checkpoints(study.folder / "runs" / first_run["run_id"] / "state")]
     assert checkpoint_steps == [first_run["steps_done"]]

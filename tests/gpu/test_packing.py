@@ -9,10 +9,7 @@ from trainable.models import packing
 from trainable.models.interface import PassSettings
 from trainable.models.packing import attend_by_length, causal_attention, pack_rows
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU")]
 LENGTHS = (1, 300, 17, 300, 64, 5)
 
 

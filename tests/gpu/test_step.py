@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,13 @@ from trainable.diagnostics.cross_scores import compute_cross_scores
 from trainable.models.interface import PassSettings
 from trainable.models.load import make_frozen_copy
 from trainable.models.qwen2 import Qwen2
-from trainable.ppo.filtering import filter_episodes
 from trainable.ppo.phases import PhaseTimer, plan_step
+from trainable.ppo.targets import filter_episodes
 from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import TokenFunction
 from trainable.rollout.episode import Episode
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU")]
 LOSSES = ("pg_loss", "entropy_loss", "kl_loss", "vf_loss", "actor_grad_norm", "critic_grad_norm")
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "gpu_step.py"
 
@@ -56,7 +52,7 @@ def update(trainer: PPOTrainer, episodes: list[Episode]) -> tuple[dict[str, Any]
     prepared = trainer._prepare_selected(selection, phases)
     critic, policy = trainer._update_critic(prepared, phases), trainer._update_policy(prepared, phases)
     summary = trainer._end_update(prepared, critic, policy, plan_step(trainer.step_index, trainer.config), phases)
-    return asdict(summary), torch.cat([weight.detach().flatten().cpu() for weight in weights]) - old_weights
+    return summary, torch.cat([weight.detach().flatten().cpu() for weight in weights]) - old_weights
 
 
 def compute_relative_error(values: Tensor, expected: Tensor) -> float:

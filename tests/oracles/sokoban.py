@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainable.envs.sokoban.generate import LevelSettings, generate_levels
+from trainable.envs.sokoban.generate import generate_levels
 
 Cell = tuple[int, int]
 MOVES: dict[int, Cell] = {1: (-1, 0), 2: (1, 0), 3: (0, -1), 4: (0, 1)}
@@ -120,9 +120,9 @@ def parse_grid(text):
     return np.array([["#_O√XPS".index(symbol) for symbol in line] for line in text.strip("\n").split("\n")], np.int8)
 
 
-def generate_level(seed, *settings, **named_settings):
+def generate_level(seed):
     """Return the level of one seed."""
-    return generate_levels([seed], LevelSettings(*settings, **named_settings))[0]
+    return generate_levels([seed])[0]
 
 
 def make_random_board(rng, rows, cols, boxes, wall_fraction=0.25):
@@ -137,7 +137,7 @@ def make_random_board(rng, rows, cols, boxes, wall_fraction=0.25):
     )
 
 
-def oracle_generate_level(seed, rows, cols, num_steps, search_depth, tries=4, p_change_directions=0.35):
+def oracle_generate_level(seed, rows=6, cols=6, num_steps=20, search_depth=300, tries=4, p_change_directions=0.35):
     """The published generator over sets of places. Returns None where a seed makes no level."""
     rng, numpy_rng = random.Random(seed), np.random.RandomState(seed)
     for _ in range(tries):

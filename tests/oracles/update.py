@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainable.config.sections import ActorConfig, CriticConfig
 from trainable.ppo.update import Targets
-from trainable.rollout.batch import Batch
+from trainable.rollout.episode import Batch
 
 
 def published_agg_loss(loss: Tensor, mask: Tensor, mode: str, padded_length: int) -> Tensor:

@@ -86,6 +86,14 @@ def baseline(m: Member, frozen: Table, c: UpdateRuleConfig, i: int, t: int) -> f
     return {"expected": sum_squared_probs(frozen[i][t]), "zero": 0.0, "constant": 0.5}[c.baseline]
 
 
+def advantage(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
+    return m.rewards[i] - baseline(m, p, c, i, t)
+
+
+def gate(log_p: float, advantage: float, c: UpdateRuleConfig) -> float:
+    return sigmoid(-advantage * log_p / c.eta)
+
+
 def weighted_loss(m: Member, live: Table, weight: Weight) -> float:
     """−mean of l · w over kept rollouts and all positions."""
     terms = [live[i][t][m.actions[i][t]] * weight(i, t) for i in m.kept_rollouts for t in range(m.length)]
@@ -96,51 +104,82 @@ def ratio(m: Member, table: Table, i: int, t: int) -> float:
     return math.exp(table[i][t][m.actions[i][t]] - m.old_log_probs[i][t])
 
 
+def capped_ratio(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
+    return min(ratio(m, p, i, t), c.iw_cap)
+
+
+def flipped_ratio(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
+    r = ratio(m, p, i, t)
+    return 1 / r if advantage(m, p, c, i, t) > 0 else r
+
+
+def aspo_weight(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
+    value = flipped_ratio(m, p, c, i, t)
+    return min(value, 1 + c.clip_high) if advantage(m, p, c, i, t) > 0 else max(value, 1 - c.clip_low)
+
+
+def sequence_ratio(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
+    return min(math.prod(ratio(m, p, i, u) for u in range(m.length)), c.iw_cap)
+
+
+def growth_weight(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
+    action = m.actions[i][t]
+    return 1 / math.exp(p[i][t][action]) if action == m.labels[i][t] else 1.0
+
+
+def entropy_guard(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
+    excess = min(max(math.exp(p[i][t][m.actions[i][t]]) - 1 / len(p[i][t]), 0), 1)
+    return 1 - c.guard_strength * excess if advantage(m, p, c, i, t) > 0 else 1.0
+
+
+def reward_to_go(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
+    later_positions = [u for u in range(t, m.length) if m.score_mask[i][u]]
+    return sum(m.actions[i][u] == m.labels[i][u] for u in later_positions) / max(1, len(later_positions))
+
+
+def token_advantage(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
+    return float(m.actions[i][t] == m.labels[i][t]) - sum_squared_probs(p[i][t]) if m.score_mask[i][t] else 0.0
+
+
+def is_after_error(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> bool:
+    is_wrong = [m.score_mask[i][u] and m.actions[i][u] != m.labels[i][u] for u in range(t + 1)]
+    return any(is_wrong) and m.score_mask[i][t]
+
+
+def prefix_value(m: Member, i: int, t: int) -> float:
+    return mean([m.rewards[j] for j in m.find_group(i) if m.actions[j][:t] == m.actions[i][:t]])
+
+
 def ce(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
     return mean([-live[i][t][m.labels[i][t]] for i in m.kept_rollouts for t in range(m.length)])
 
 
 def reinforce(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
-    return weighted_loss(m, live, lambda i, t: m.rewards[i] - baseline(m, frozen, c, i, t))
+    return weighted_loss(m, live, lambda i, t: advantage(m, frozen, c, i, t))
 
 
 def pg(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
-    return weighted_loss(
-        m, live, lambda i, t: (m.rewards[i] - baseline(m, frozen, c, i, t)) * min(ratio(m, frozen, i, t), c.iw_cap)
-    )
+    return weighted_loss(m, live, lambda i, t: advantage(m, frozen, c, i, t) * capped_ratio(m, frozen, c, i, t))
 
 
 def traj_pg(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
-    def weight(i: int, t: int) -> float:
-        product = math.prod(ratio(m, frozen, i, u) for u in range(m.length))
-        return (m.rewards[i] - baseline(m, frozen, c, i, t)) * min(product, c.iw_cap)
-
-    return weighted_loss(m, live, weight)
+    return weighted_loss(m, live, lambda i, t: advantage(m, frozen, c, i, t) * sequence_ratio(m, frozen, c, i, t))
 
 
 def aspo(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
-    def weight(i: int, t: int) -> float:
-        r, advantage = ratio(m, frozen, i, t), m.rewards[i] - baseline(m, frozen, c, i, t)
-        return advantage * (min(1 / r, 1 + c.clip_high) if advantage > 0 else max(r, 1 - c.clip_low))
-
-    return weighted_loss(m, live, weight)
+    return weighted_loss(m, live, lambda i, t: advantage(m, frozen, c, i, t) * aspo_weight(m, frozen, c, i, t))
 
 
 def r2vpo(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
     def weight(i: int, t: int) -> float:
-        r, advantage = ratio(m, frozen, i, t), m.rewards[i] - baseline(m, frozen, c, i, t)
-        return r * (advantage - 2 * c.eta * (r - 1))
+        r = ratio(m, frozen, i, t)
+        return r * (advantage(m, frozen, c, i, t) - 2 * c.eta * (r - 1))
 
     return weighted_loss(m, live, weight)
 
 
 def log_growth(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
-    def weight(i: int, t: int) -> float:
-        action = m.actions[i][t]
-        factor = 1 / math.exp(frozen[i][t][action]) if action == m.labels[i][t] else 1.0
-        return (m.rewards[i] - baseline(m, frozen, c, i, t)) * factor
-
-    return weighted_loss(m, live, weight)
+    return weighted_loss(m, live, lambda i, t: advantage(m, frozen, c, i, t) * growth_weight(m, frozen, c, i, t))
 
 
 def pmd_mean(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
@@ -148,23 +187,23 @@ def pmd_mean(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> floa
     terms = []
     for i in m.kept_rollouts:
         x = math.fsum(live[i][t][m.actions[i][t]] - m.old_log_probs[i][t] for t in range(m.length))
-        advantage = m.rewards[i] - (mean_reward if m.expected_reward is None else m.expected_reward[i])
-        terms.append((c.eta * x - advantage) ** 2)
+        expected_reward = mean_reward if m.expected_reward is None else m.expected_reward[i]
+        terms.append((c.eta * x - m.rewards[i] + expected_reward) ** 2)
     return mean(terms)
 
 
 def delight(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig, form: Callable[..., float]) -> float:
-    """−mean of l · form(advantage, surprisal, deviation of rewards, probability)."""
+    """−mean of l · form(advantage, surprisal, deviation of rewards)."""
 
     def weight(i: int, t: int) -> float:
-        advantage, log_p = m.rewards[i] - baseline(m, frozen, c, i, t), frozen[i][t][m.actions[i][t]]
-        return form(advantage, -log_p, population_std([m.rewards[j] for j in m.find_group(i)]), math.exp(log_p))
+        std = population_std([m.rewards[j] for j in m.find_group(i)])
+        return form(advantage(m, frozen, c, i, t), -frozen[i][t][m.actions[i][t]], std)
 
     return weighted_loss(m, live, weight)
 
 
 def dg(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
-    return delight(m, live, frozen, c, lambda a, s, u, p: a * sigmoid(a * s / c.eta))
+    return delight(m, live, frozen, c, lambda a, s, u: a * sigmoid(a * s / c.eta))
 
 
 def fresh_dg(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
@@ -172,25 +211,24 @@ def fresh_dg(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> floa
 
 
 def dg_entropy_guard(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
-    def form(a: float, s: float, u: float, p: float) -> float:
-        guard = 1 - c.guard_strength * min(max(p - 1 / len(live[0][0]), 0), 1) if a > 0 else 1
-        return guard * a * sigmoid(a * s / c.eta)
+    def weight(i: int, t: int) -> float:
+        a = advantage(m, frozen, c, i, t)
+        return entropy_guard(m, frozen, c, i, t) * a * gate(frozen[i][t][m.actions[i][t]], a, c)
 
-    return delight(m, live, frozen, c, form)
+    return weighted_loss(m, live, weight)
 
 
 def uncertainty_dg(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
-    return delight(m, live, frozen, c, lambda a, s, u, p: a * sigmoid((a * s - c.uncertainty_scale * u) / c.eta))
+    return delight(m, live, frozen, c, lambda a, s, u: a * sigmoid((a * s - c.uncertainty_scale * u) / c.eta))
 
 
 def filtered_dg(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
-    return delight(
-        m, live, frozen, c, lambda a, s, u, p: a * sigmoid(a * s / c.eta) if u <= c.uncertainty_threshold else 0.0
-    )
+    is_trusted = lambda u: u <= c.uncertainty_threshold  # noqa: E731
+    return delight(m, live, frozen, c, lambda a, s, u: a * sigmoid(a * s / c.eta) * is_trusted(u))
 
 
 def reward_variance_dg(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
-    def form(a: float, s: float, u: float, p: float) -> float:
+    def form(a: float, s: float, u: float) -> float:
         shrunk_advantage = a / (1 + c.uncertainty_scale * u)
         return shrunk_advantage * sigmoid(shrunk_advantage * s / c.eta)
 
@@ -199,10 +237,9 @@ def reward_variance_dg(m: Member, live: Table, frozen: Table, c: UpdateRuleConfi
 
 def dg_token(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
     def weight(i: int, t: int) -> float:
-        later_positions = [u for u in range(t, m.length) if m.score_mask[i][u]]
-        reward_to_go = sum(m.actions[i][u] == m.labels[i][u] for u in later_positions) / max(1, len(later_positions))
-        advantage = reward_to_go - (sum_squared_probs(frozen[i][t]) if m.score_mask[i][t] else 0)
-        return advantage * sigmoid(-advantage * frozen[i][t][m.actions[i][t]] / c.eta)
+        expected_reward = sum_squared_probs(frozen[i][t]) if m.score_mask[i][t] else 0
+        a = reward_to_go(m, frozen, c, i, t) - expected_reward
+        return a * gate(frozen[i][t][m.actions[i][t]], a, c)
 
     return weighted_loss(m, live, weight)
 
@@ -211,21 +248,15 @@ def self_distill_dg(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) 
     terms = []
     for i in m.kept_rollouts:
         for t in range(m.length):
-            action, label = m.actions[i][t], m.labels[i][t]
-            advantage = float(action == label) - sum_squared_probs(frozen[i][t]) if m.score_mask[i][t] else 0.0
-            gate = sigmoid(-advantage * frozen[i][t][action] / c.eta)
-            terms.append(-gate * advantage * live[i][t][action] - c.distill_alpha * gate * live[i][t][label])
+            action, label, a = m.actions[i][t], m.labels[i][t], token_advantage(m, frozen, c, i, t)
+            g = gate(frozen[i][t][action], a, c)
+            terms.append(-g * a * live[i][t][action] - c.distill_alpha * g * live[i][t][label])
     return mean(terms)
 
 
 def scope_lite(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
-    corrections = []
-    for i in m.kept_rollouts:
-        has_failed = False
-        for t in range(m.length):
-            has_failed = has_failed or (m.score_mask[i][t] and m.actions[i][t] != m.labels[i][t])
-            if has_failed and m.score_mask[i][t]:
-                corrections.append(-live[i][t][m.labels[i][t]])
+    places = [(i, t) for i in m.kept_rollouts for t in range(m.length) if is_after_error(m, frozen, c, i, t)]
+    corrections = [-live[i][t][m.labels[i][t]] for i, t in places]
     correction = mean(corrections) if corrections else 0.0
     return dg(m, live, frozen, c) + c.distill_alpha * correction
 
@@ -277,13 +308,17 @@ def cross_entropy(log_probs: Sequence[float], target: Sequence[float]) -> float:
     return -math.fsum(q * math.log(p) for q, p in zip(target, softmax(log_probs), strict=True))
 
 
+def target(old: Sequence[float], z: Sequence[float], c: UpdateRuleConfig) -> list[float]:
+    return softmax([o + value / c.tpo_eta for o, value in zip(old, z, strict=True)])
+
+
 def tpo(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig, anchor: float = 1.0) -> float:
     losses = []
     for group in m.list_groups():
         sequence_log_probs = [math.fsum(live[i][t][m.actions[i][t]] for t in range(m.length)) for i in group]
         z = skills([m.rewards[i] for i in group])
-        target = softmax([anchor * math.fsum(m.old_log_probs[i]) + z[k] / c.tpo_eta for k, i in enumerate(group)])
-        losses.append(cross_entropy(sequence_log_probs, target))
+        q = target([anchor * math.fsum(m.old_log_probs[i]) for i in group], z, c)
+        losses.append(cross_entropy(sequence_log_probs, q))
     return mean(losses)
 
 
@@ -306,8 +341,8 @@ def tpo_full_action(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) 
         scores = [0.0 for _ in live[i][0]]
         scores[m.actions[i][0]] = m.rewards[i] - sum_squared_probs(frozen[i][0])
         z = skills(scores)
-        target = softmax([log_p + z[a] / c.tpo_eta for a, log_p in enumerate(frozen[i][0])])
-        losses.append(-math.fsum(q * log_p for q, log_p in zip(target, live[i][0], strict=True)))
+        q = target(frozen[i][0], z, c)
+        losses.append(-math.fsum(share * log_p for share, log_p in zip(q, live[i][0], strict=True)))
     return mean(losses)
 
 
@@ -315,9 +350,8 @@ def tpo_token(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> flo
     losses = []
     for i in m.kept_rollouts:
         for t in range(m.length):
-            z, old = skills(m.candidate_rewards[i][t]), m.candidate_log_probs[i][t]
-            target = softmax([o + z[k] / c.tpo_eta for k, o in enumerate(old)])
-            losses.append(cross_entropy([live[i][t][a] for a in m.candidate_actions[i][t]], target))
+            q = target(m.candidate_log_probs[i][t], skills(m.candidate_rewards[i][t]), c)
+            losses.append(cross_entropy([live[i][t][a] for a in m.candidate_actions[i][t]], q))
     return mean(losses)
 
 
@@ -333,16 +367,13 @@ def grpo_token(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> fl
 
 
 def tempo(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
-    def value(i: int, t: int) -> float:
-        return mean([m.rewards[j] for j in m.find_group(i) if m.actions[j][:t] == m.actions[i][:t]])
-
     def weight(i: int, t: int) -> float:
         rewards = [m.rewards[j] for j in m.find_group(i)]
         std = population_std(rewards)
         if std < 1e-8:
             return 0.0
-        advantage = (m.rewards[i] - mean(rewards) + value(i, t + 1) - value(i, t)) / std
-        return advantage * min(ratio(m, frozen, i, t), c.iw_cap)
+        credit = (m.rewards[i] - mean(rewards) + prefix_value(m, i, t + 1) - prefix_value(m, i, t)) / std
+        return credit * capped_ratio(m, frozen, c, i, t)
 
     return weighted_loss(m, live, weight)
 
@@ -350,7 +381,7 @@ def tempo(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
 def max_rl(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
     def weight(i: int, t: int) -> float:
         mean_reward = mean([m.rewards[j] for j in m.find_group(i)])
-        return (m.rewards[i] - mean_reward) / (mean_reward + 1e-8) * min(ratio(m, frozen, i, t), c.iw_cap)
+        return (m.rewards[i] - mean_reward) / (mean_reward + 1e-8) * capped_ratio(m, frozen, c, i, t)
 
     return weighted_loss(m, live, weight)
 

@@ -65,12 +65,7 @@ RULE, REWARD_SETTING = "trainer.own_stop_rules", "env.reward"
 @pytest.mark.parametrize(
     ("setting", "signature", "body", "message"),
     [
-        (
-            LOSS,
-            "logprobs, old",
-            "return logprobs",
-            r"part\(logprobs, .*\) raised TypeError: part\(\) takes 2",
-        ),
+        (LOSS, "logprobs, old", "return logprobs", r"part\(logprobs, .*\) raised TypeError: part\(\) takes 2"),
         (LOSS, "*_", "return _[0].sum()", r"a tensor \[\] of torch.float32, and a tensor \[6\] of numbers"),
         (LOSS, "*_", "return _[0].detach()", "without a gradient with respect to logprobs"),
         (LOSS, "*_", "return _[0] / 0", "numbers that are not finite"),
@@ -78,21 +73,11 @@ RULE, REWARD_SETTING = "trainer.own_stop_rules", "env.reward"
         (LOSS, "*_", "return None", "returned None, and a tensor"),
         (ESTIMATOR, "*_", "return _[0]", r"tensor \[4\] of torch.float32, and a tensor \[4, 3\] of numbers"),
         (ESTIMATOR, "*_", "return _[0][:, None]", r"tensor \[4, 1\] of torch.float32, and a tensor \[4, 3\]"),
-        (
-            ESTIMATOR,
-            "*_",
-            "return _[0][_[3]]",
-            r"raised IndexError: .*\(own.py, line 2: `return _\[0\]\[_\[3\]\]`\)\.",
-        ),
+        (ESTIMATOR, "*_", "return _[0][_[3]]", r"raised IndexError: .*\(own.py, line 2: `return _\[0\]\[_\[3\]\]`\)\."),
         (FILTER, "*_", "return _[0]", r"and a tensor \[4\] of bools is needed"),
         (FILTER, "scores, *_", "return scores[:2] > 0", r"tensor \[2\] of torch.bool"),
         (FILTER, "scores, *_", "return scores > scores[1]", "raised IndexError: index 1 .*line 2"),
-        (
-            RULE,
-            "",
-            "return None",
-            r"part\(rows\) raised TypeError: part\(\) takes 0 positional arguments",
-        ),
+        (RULE, "", "return None", r"part\(rows\) raised TypeError: part\(\) takes 0 positional arguments"),
         (RULE, "rows", "return rows[-3] and None", "raised IndexError: list .*line 2"),
         (RULE, "rows", "return True", r"returned True: it must return None, or \(value, threshold\)"),
         (RULE, "rows", "return rows[0]['entrpy']", "raised KeyError: 'entrpy' .own.py, line 2"),

@@ -1,7 +1,6 @@
 """A trial with one run and without Ray's driver: the test makes the calls that Tune would make."""
 
 import gc
-import math
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -58,16 +57,6 @@ def test_rows_are_on_disk_as_they_were_reported(uninterrupted_run: Uninterrupted
     assert [{**row, **keys, **FAILURE_WORDS, "carried": ""} for row, keys in zip(rows, added, strict=True)] == reported
 
 
-def test_what_a_step_does_not_measure_keeps_its_last_value(uninterrupted_run: UninterruptedRun) -> None:
-    first, second, third = uninterrupted_run[1]
-    assert "val_success" in first["carried"].split()
-    assert first["val_success"] == first["base_val_success"]  # there is no other before the first validation
-    assert "val_success" not in second["carried"].split()
-    assert math.isnan(second["test_success"])
-    assert third["base_val_success"] == first["base_val_success"]
-    assert "base_val_success" in third["carried"].split()
-
-
 def test_evaluations_are_on_disk(uninterrupted_run: UninterruptedRun) -> None:
     folder, rows = uninterrupted_run
     _, lines = read_run_files(folder)
@@ -100,7 +89,7 @@ def test_the_rows_are_those_of_the_trainer(uninterrupted_run: UninterruptedRun) 
     for expected_row in uninterrupted_run[1]:
         row = trainer.step().row
         if expected_row["step"] == 3:
-            row = trainer.evaluate_final()[0].add_to_row(row)
+            row = trainer.evaluate_final(row)[0]
         assert {name: expected_row[name] for name in drop_times(row)} == drop_times(row)
 
 
@@ -150,9 +139,6 @@ def test_an_interrupted_run_writes_a_checkpoint_whatever_resume_every_is(tmp_pat
     assert find_newest_checkpoint(tmp_path).name == "step_2"
 
 
-# ---------------------------------------------------------------------------- ended
-
-
 def test_a_finished_run_reports_its_last_row_and_trains_nothing(uninterrupted_run: UninterruptedRun) -> None:
     folder, rows = uninterrupted_run
     files_before = read_run_files(folder)
@@ -200,9 +186,6 @@ def test_a_run_that_a_rule_has_stopped_does_not_continue(tmp_path: Path) -> None
     assert [row["step"] for row in read_run_files(tmp_path)[0]] == [1, 2]
 
 
-# ---------------------------------------------------------------------------- another run in the same process
-
-
 @pytest.mark.long
 def test_an_actor_that_is_used_again_serves_the_other_run_as_a_fresh_one_would(
     tmp_path: Path, uninterrupted_run: UninterruptedRun
@@ -246,9 +229,6 @@ def test_garbage_is_collected_after_the_imports(tmp_path: Path, monkeypatch: pyt
     trial.cleanup()
 
 
-# ---------------------------------------------------------------------------- longer
-
-
 LAST_EVALUATIONS = ("val_greedy_success", "test_success", "test_greedy_success")
 
 
@@ -277,9 +257,6 @@ def test_another_setting_than_the_number_of_steps_makes_another_run(tmp_path: Pa
     start_trial(tmp_path, trainer__total_training_steps=1).step()
     changed = start_trial(tmp_path, trainer__total_training_steps=2, actor__lr=1e-2)
     assert changed.step()["step"] == 1  # it begins again
-
-
-# ---------------------------------------------------------------------------- long steps
 
 
 def test_a_long_step_names_its_phases_in_a_file_that_is_gone_when_it_ends(

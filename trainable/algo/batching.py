@@ -63,8 +63,6 @@ def split_by_tokens(lengths: Tensor, max_tokens: int, needs_padding: bool = Fals
 
     Source: definition.  Degenerate: no sequences give no passes.
     """
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1, such as 16384.")
     sorted_lengths = torch.sort(lengths, stable=True)
     sizes: list[int] = []
     pass_tokens = 0  # of the current pass, with the sequence under consideration
@@ -96,8 +94,6 @@ def adjust_copy(n: int, multiple: int, generator: torch.Generator) -> Tensor:
     Source: published code (RAGEN `adjust_batch`, mode copy, which cannot draw more than n).
     Degenerate: nothing is added if n is 0 or already divisible.
     """
-    if n < 0 or multiple < 1:
-        raise ValueError(f"n is {n} and multiple is {multiple}; n must be at least 0 and multiple at least 1.")
     target_count = -(-n // multiple) * multiple  # rounded up
     indices = torch.arange(n)
     while len(indices) < target_count:

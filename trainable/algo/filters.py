@@ -24,12 +24,6 @@ Rule = Callable[[Tensor, bool, int], Tensor]
 were dropped. Returns (n,) bool: the candidates to keep."""
 
 
-def _require(is_valid: bool, name: str, value: object, allowed: str) -> None:
-    """Raise ValueError, with `value` and the allowed values, unless `is_valid`."""
-    if not is_valid:
-        raise ValueError(f"{name} is {value!r}; it must be {allowed}.")
-
-
 def parse_rule(strategy: str, value: float, prob_mode: str = "softmax", eps: float = 0.01) -> Rule:
     """Make a rule from the name of a strategy and its value.
 
@@ -65,7 +59,6 @@ def parse_rule(strategy: str, value: float, prob_mode: str = "softmax", eps: flo
         "top_k_abs": lambda scores, largest, num_groups: top_k(scores, int(value), largest),
         "min_p": lambda scores, largest, num_groups: min_p(scores, value, largest),
     }
-    _require(strategy in rules, "filter strategy", strategy, f"one of {', '.join(rules)}")
     return rules[strategy]
 
 
@@ -103,12 +96,8 @@ def compute_group_scores(
         "entropy": (entropies, _mean),
         "length": (lengths, _mean),
     }
-    _require(metric in statistics, "filter metric", metric, f"one of {', '.join(statistics)}")
     metric_values, statistic = statistics[metric]
-    if metric_values is None:
-        raise ValueError(
-            f"filter metric {metric!r} needs the rollouts' {metric.split('_')[0]} values; none were given."
-        )
+    assert metric_values is not None, metric
     return statistic(metric_values.float())
 
 
@@ -141,8 +130,6 @@ def select_groups(scores: Tensor, rule: Rule, largest: bool = True, include_zero
     Degenerate: without candidates, nothing is kept.
     """
     scores = scores.float()
-    if not torch.isfinite(scores).all():
-        raise ValueError(f"group scores are {scores.tolist()}; every score must be finite.")
     candidates = torch.ones_like(scores, dtype=torch.bool) if include_zero else scores.abs() > ZERO_SCORE
     is_kept = torch.zeros_like(candidates)
     if candidates.any():
@@ -253,13 +240,5 @@ def compute_filter_loss_scale(mode: str, num_kept: int, num_groups: int) -> floa
 
     Source: published code (RAGEN `filter_loss_scaling`).  Degenerate: 0 if nothing is kept, except for `none`.
     """
-    _require(num_groups >= 1, "number of groups before the filter", num_groups, "at least 1")
-    _require(
-        0 <= num_kept <= num_groups,
-        "number of groups kept",
-        num_kept,
-        f"between 0 and the {num_groups} groups before the filter",
-    )
     scales = {"none": 1.0, "linear": num_kept / num_groups, "sqrt": math.sqrt(num_kept / num_groups)}
-    _require(mode in scales, "filter_loss_scaling", mode, f"one of {', '.join(scales)}")
     return scales[mode]

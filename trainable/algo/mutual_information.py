@@ -97,8 +97,6 @@ def compute_information_metrics(logprob_sums: Tensor, lengths: Tensor, own_colum
     `reasoning_entropy_est_paper`, `marginal_std_paper`, `mi_zscore_paper`. The matched term is the same for both. In
     nats per token, except `_seq` in nats per thought. Standard deviations have the divisor N.
 
-    Raises ValueError with fewer than 2 prompts, no thoughts, or scores that are not finite.
-
     Example:
         Two thoughts of one token: the information is (log 5/3 + log 4/3) / 2, and at most log 2.
 
@@ -110,7 +108,6 @@ def compute_information_metrics(logprob_sums: Tensor, lengths: Tensor, own_colum
     Source: published code (RAGEN `collapse_metrics`); RAGEN-2, arXiv 2604.06268, for the paper's.
     Degenerate: a single thought, or thoughts equally likely under the mixture, have std 0 and a z-score of I / 1e-3.
     """
-    _check_scores(logprob_sums, own_columns)
     # float64, since log-probs summed over hundreds of tokens are large, and the information is a small difference.
     logprob_sums64, lengths64, log_m = logprob_sums.double(), lengths.double(), math.log(logprob_sums.shape[1])
     per_token, per_sequence = (
@@ -189,8 +186,6 @@ def compute_retrieval_metrics(logprob_sums: Tensor, own_columns: Tensor, classes
 
     Returns `retrieval_accuracy`, `retrieval_chance_level`, `retrieval_above_chance`, and each with `@2`, `@4`, `@8`.
 
-    Raises ValueError with fewer than 2 prompts, no thoughts, or scores that are not finite.
-
     Example:
         Both thoughts are most likely after the first prompt, which only the first one followed.
 
@@ -203,7 +198,6 @@ def compute_retrieval_metrics(logprob_sums: Tensor, own_columns: Tensor, classes
     order undefined.
     Degenerate: k above M counts all columns. chance@k is an upper bound if classes have several columns.
     """
-    _check_scores(logprob_sums, own_columns)
     # (N, M), with the columns ranked for each row: True for columns of the row's own class.
     is_correct = classes[_rank_columns(logprob_sums)] == classes[own_columns][:, None]
     chance_at_one = float(torch.bincount(classes)[classes[own_columns]].double().mean()) / len(classes)
@@ -229,8 +223,6 @@ def compute_shuffled_accuracy(
     logprob_sums, own_columns, classes: as for `compute_retrieval_metrics`. generator: CPU generator that draws the
     permutations. num_shuffles: number of permutations, at least 1.
 
-    Raises ValueError with fewer than 2 prompts, no thoughts, or scores that are not finite.
-
     Example:
         Every permutation gives the first prompt to one of the two thoughts, and both thoughts retrieve this prompt.
 
@@ -240,7 +232,6 @@ def compute_shuffled_accuracy(
 
     Degenerate: a single thought always keeps its prompt, so the result is its accuracy.
     """
-    _check_scores(logprob_sums, own_columns)
     retrieved_classes, true_classes = classes[_rank_columns(logprob_sums)[:, 0]], classes[own_columns]
     shuffled_classes = [
         true_classes[torch.randperm(len(own_columns), generator=generator).to(true_classes.device)]
@@ -252,15 +243,3 @@ def compute_shuffled_accuracy(
 def _rank_columns(logprob_sums: Tensor) -> Tensor:
     """Rank the columns of each row, (N, M), likeliest first."""
     return torch.sort(logprob_sums, dim=1, descending=True, stable=True).indices
-
-
-def _check_scores(logprob_sums: Tensor, own_columns: Tensor) -> None:
-    if logprob_sums.shape[1] < 2 or not len(own_columns):
-        raise ValueError(
-            f"There are {len(own_columns)} thoughts and {logprob_sums.shape[1]} prompts; a comparison needs at least 1 "
-            "thought and 2 prompts. Leave out the diagnostics of this sample, or draw more groups or turns."
-        )
-    if not torch.isfinite(logprob_sums).all():
-        raise ValueError(
-            "The cross log-probs have entries that are not finite, and all must be finite; check the policy's weights."
-        )

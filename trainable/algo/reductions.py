@@ -4,10 +4,12 @@ Loss aggregations are linear in the loss, so each is a weight per token, and the
 `(weights * loss).sum()`. Shapes: B sequences, T tokens. `mask` is True at trained tokens.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from trainable.algo.names import LOSS_AGG_MODES, TOKEN_MEANS
+from trainable.algo.names import TOKEN_MEANS
 
 VARIANCE_FLOOR = 1e-8  # verl 0.6.1 adds this to the variance, so that equal values are not divided by 0
 
@@ -86,14 +88,6 @@ def compute_loss_weights(
     Degenerate: the two sequence means exclude sequences without trained tokens, but a micro-batch without trained
     tokens counts in the divisor. An empty mask gives zero weights.
     """
-    if mode not in LOSS_AGG_MODES:
-        raise ValueError(f"loss_agg_mode is {mode!r}; it must be one of {', '.join(LOSS_AGG_MODES)}.")
-    if micro_batch_size is not None and micro_batch_size < 1:
-        raise ValueError(f"micro_batch_size is {micro_batch_size}; it must be at least 1, or None for one batch.")
-    if padded_length is not None and padded_length < 1:
-        raise ValueError(
-            f"padded_length is {padded_length}; it must be at least 1 token, or None for the mask's width."
-        )
     whole = max(len(mask), 1)
     micro_batches = torch.split(mask.float(), whole if mode == "token-mean-global" else micro_batch_size or whole)
     weights = [_compute_micro_batch_weights(trained, mode, padded_length) for trained in micro_batches]
@@ -109,3 +103,62 @@ def _compute_micro_batch_weights(float_mask: Tensor, mode: str, padded_length: i
     sequence_lengths = float_mask.sum(dim=1, keepdim=True)  # (B, 1)
     sequence_weights = float_mask / sequence_lengths.clamp(min=1) if mode == "seq-mean-token-mean" else float_mask
     return sequence_weights / (sequence_lengths > 0).sum().clamp(min=1)
+
+
+TreeWeighting = Literal["root-and-children", "one-per-tree"]
+"""root-and-children: the root has weight 1, and its children 1 together, as published, so that trees with children have
+twice the weight of trees without. one-per-tree: the root has weight 1/2 and its children 1/2 together, or a root
+without children 1, so that the weight of a tree does not depend on its shape."""
+
+
+@torch.no_grad()
+def compute_tree_weights(
+    mask: Tensor,
+    turns: Tensor,
+    tree_ids: Tensor,
+    is_root: Tensor,
+    weighting: TreeWeighting = "root-and-children",
+    train_children: bool = True,
+) -> Tensor:
+    """Compute weights (B, T) such that `(weights * loss).sum()` is the loss, a mean over trees.
+
+    A segment is one turn of one rollout. The children of a tree have equal weights, a rollout splits its weight equally
+    among its segments, and a segment splits its weight equally among its trained tokens.
+
+        root segment: w_root / turns of the root         child segment: w_children / (children · turns of the child)
+        root-and-children: w_root = w_children = 1       one-per-tree: w_root = w_children = 1/2, or w_root = 1 alone
+
+    Args:
+        mask: (B, T) bool, the trained tokens of each rollout.
+        turns: (B, T) int, the turn of each token, from 0.
+        tree_ids: (B,) int, equal for the rollouts of one tree.
+        is_root: (B,) bool, whether the rollout is the root of its tree.
+        weighting: how root and children split the weight.
+        train_children: whether children are trained. If not, they have no weight, and w_root = 1.
+
+    Example:
+        >>> mask = torch.ones(3, 2, dtype=torch.bool)  # a root of two turns, its child of one turn, a root of one turn
+        >>> turns = torch.tensor([[0, 1], [0, 0], [0, 0]])
+        >>> ids, is_root = torch.tensor([0, 0, 1]), torch.tensor([True, False, True])
+        >>> compute_tree_weights(mask, turns, ids, is_root).tolist()
+        [[0.25, 0.25], [0.25, 0.25], [0.25, 0.25]]
+        >>> compute_tree_weights(mask, turns, ids, is_root, "one-per-tree").tolist()
+        [[0.125, 0.125], [0.125, 0.125], [0.25, 0.25]]
+
+    Source: rlm_grpo of deepakvijaykee/rl-experiments for root-and-children; one-per-tree is ours.
+    Degenerate: a rollout without trained tokens has no loss, and its weight is not given to others.
+    """
+    trees, tree_index = tree_ids.unique(return_inverse=True)
+    num_turns = torch.where(mask, turns + 1, 0).amax(1).clamp_min(1)
+    children = torch.bincount(tree_index[~is_root], minlength=len(trees))[tree_index].double()
+    share = 0.5 if weighting == "one-per-tree" and train_children else 1.0
+    root_weights = torch.where(children > 0, share, 1.0)
+    child_weights = share * float(train_children) / children.clamp_min(1)
+    segment_weights = torch.where(is_root, root_weights, child_weights) / (num_turns * max(len(trees), 1))
+    # Number of trained tokens in each turn, (B, turns), and in the turn of each token, (B, T).
+    turn_tokens = torch.zeros(
+        len(mask), int(num_turns.max()) if len(mask) else 1, dtype=torch.double, device=mask.device
+    )
+    turn_tokens = turn_tokens.scatter_add(1, torch.where(mask, turns, 0), mask.double())
+    tokens = turn_tokens.gather(1, torch.where(mask, turns, 0)).clamp_min(1)
+    return torch.where(mask, segment_weights[:, None] / tokens, 0.0)

@@ -158,8 +158,6 @@ def _apply_to_logits(
     functions: Sequence[LogitsFunction], hidden: Tensor, head: _Head, chunk_elements: int | None
 ) -> tuple[Tensor, ...]:
     """Apply each function to the tempered logits, in chunks of rows if there are too many. Each result is (N,)."""
-    if chunk_elements is not None and chunk_elements < 1:
-        raise ValueError(f"chunk_elements is {chunk_elements}; it must be at least 1 logit, such as {2**27}.")
     chunk_rows = len(hidden) if chunk_elements is None else max(1, chunk_elements // len(head.weight))
     # Autograd cannot differentiate a product of halves in float32, but `_ChunkedLogits` does so itself.
     if len(hidden) > chunk_rows or (head.float32_logits and _is_half(hidden) and len(hidden)):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from trainable.backend.host_swap import HostSwap
-from trainable.backend.meter import Meter
+from trainable.backend.meter import Meter, NamedParameters, find_nonfinite_gradients, find_nonfinite_weights
 from trainable.backend.world import SINGLE_PROCESS, World
 from trainable.config.sections import OptimConfig
 from trainable.runs.flat_state import (
@@ -20,7 +20,6 @@ from trainable.runs.flat_state import (
     get_trainable_parameters,
     load_flat_state,
 )
-from trainable.runs.nonfinite import NamedParameters, find_nonfinite_gradients, find_nonfinite_weights
 
 T = TypeVar("T")
 
@@ -180,7 +179,7 @@ class TorchBackend:
     def find_nonfinite_weights(self) -> list[str]:
         """Check all networks (see `Backend.find_nonfinite_weights`)."""
         with self.gather_weights():
-            return find_nonfinite_weights(list_named_weights(self.networks))
+            return find_nonfinite_weights(list_named_parameters(self.networks))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the live tensors: write or clone them before the next step. Swapped ones are on the host."""
@@ -210,20 +209,7 @@ class TorchBackend:
 
 
 def list_named_parameters(networks: Mapping[str, nn.Module]) -> NamedParameters:
-    """List all trained parameters with their names, in the order of the optimizer.
-
-    Except for the first network, names are prefixed with the network's name.
-    """
-    first_network = next(iter(networks))
-    return [
-        (key if name == first_network else f"{name}.{key}", weight)
-        for name, network in networks.items()
-        for key, weight in get_trainable_parameters(network)
-    ]
-
-
-def list_named_weights(networks: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """List all trained weights, named `<network>.<weight>` as in reports of non-finite weights."""
+    """List all trained parameters, named `<network>.<parameter>`, in the order of the optimizer."""
     return [
         (f"{name}.{key}", weight)
         for name, network in networks.items()

@@ -1,44 +1,33 @@
 """Names of settings: dotted names, names in the published documents (RAGEN, verl) and other trainers, short labels."""
 
-from collections.abc import Mapping
-from typing import Any
-
 ALIASES: dict[str, str] = {
     "model_path": "model.path",
     "actor_rollout_ref.model.path": "model.path",
-    "actor_rollout_ref.actor.use_kl_loss": "actor.use_kl_loss",
-    "actor_rollout_ref.actor.kl_loss_coef": "actor.kl_loss_coef",
-    "actor_rollout_ref.actor.kl_loss_type": "actor.kl_loss_type",
-    "actor_rollout_ref.actor.entropy_coeff": "actor.entropy_coeff",
-    "actor_rollout_ref.actor.entropy_from_logits_with_chunking": "actor.entropy_from_logits_with_chunking",
-    "actor_rollout_ref.actor.filter_loss_scaling": "actor.filter_loss_scaling",
-    "actor_rollout_ref.actor.loss_agg_mode": "actor.loss_agg_mode",
-    "actor_rollout_ref.actor.clip_ratio_low": "actor.clip_ratio_low",
-    "actor_rollout_ref.actor.clip_ratio_high": "actor.clip_ratio_high",
+    **{
+        f"actor_rollout_ref.actor.{name}": f"actor.{name}"
+        for name in (
+            *("use_kl_loss", "kl_loss_coef", "kl_loss_type", "entropy_coeff", "entropy_from_logits_with_chunking"),
+            *("filter_loss_scaling", "loss_agg_mode", "clip_ratio_low", "clip_ratio_high"),
+            *("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu"),
+        )
+    },
     "actor_rollout_ref.actor.optim.lr": "actor.lr",
-    "actor_rollout_ref.actor.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "actor.ppo_micro_batch_size_per_gpu",
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": "rollout.ref_log_prob_micro_batch_size_per_gpu",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": "rollout.log_prob_micro_batch_size_per_gpu",
-    "actor_rollout_ref.rollout.gpu_memory_utilization": "rollout.gpu_memory_utilization",
-    "actor_rollout_ref.rollout.response_length": "rollout.response_length",
-    "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    **{
+        f"actor_rollout_ref.rollout.{name}": f"rollout.{name}"
+        for name in (
+            *("name", "temperature", "response_length", "max_model_len", "log_prob_micro_batch_size_per_gpu"),
+            *("gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
+            *("gradient_analysis_num_buckets", "gradient_analysis_bucket_mode"),
+        )
+    },
     "actor_rollout_ref.rollout.val_kwargs.temperature": "rollout.val_temperature",
-    "actor_rollout_ref.rollout.rollout_filter_strategy": "filter.rollout_filter_strategy",
-    "actor_rollout_ref.rollout.rollout_filter_value": "filter.rollout_filter_value",
-    "actor_rollout_ref.rollout.rollout_filter_type": "filter.rollout_filter_type",
-    "actor_rollout_ref.rollout.rollout_filter_metric": "filter.rollout_filter_metric",
-    "actor_rollout_ref.rollout.rollout_filter_include_zero": "filter.rollout_filter_include_zero",
-    "actor_rollout_ref.rollout.rollout_filter_top_p_prob_mode": "filter.rollout_filter_top_p_prob_mode",
-    "actor_rollout_ref.rollout.rollout_filter_selection_eps": "filter.rollout_filter_selection_eps",
+    **{
+        f"actor_rollout_ref.rollout.rollout_filter_{name}": f"filter.rollout_filter_{name}"
+        for name in ("strategy", "value", "type", "metric", "include_zero", "top_p_prob_mode", "selection_eps")
+    },
     "actor_rollout_ref.rollout.rollout_filter_empty_stop_steps": "early_stop.empty_stop_steps",
     "rollout_filter_empty_stop_steps": "early_stop.empty_stop_steps",
-    "actor_rollout_ref.rollout.gradient_analysis_num_buckets": "rollout.gradient_analysis_num_buckets",
-    "actor_rollout_ref.rollout.gradient_analysis_bucket_mode": "rollout.gradient_analysis_bucket_mode",
-    "actor_rollout_ref.rollout.name": "rollout.name",
-    "actor_rollout_ref.rollout.enforce_eager": "rollout.enforce_eager",
-    "actor_rollout_ref.rollout.free_cache_engine": "rollout.free_cache_engine",
-    "actor_rollout_ref.rollout.max_model_len": "rollout.max_model_len",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "model.enable_gradient_checkpointing",
     "actor_rollout_ref.model.lora_rank": "model.lora_rank",
     "actor_rollout_ref.model.lora_alpha": "model.lora_alpha",
@@ -117,18 +106,6 @@ SHORT_NAMES: dict[str, str] = {
     "algorithm.zero_task_advantage": "zero task advantage",
 }
 """Short names of settings for labels. Other settings use the last part of their name."""
-
-
-def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested settings into one dict with dotted names.
-
-    >>> flatten_settings({"seed": 0, "actor": {"lr": 1e-4}})
-    {'seed': 0, 'actor.lr': 0.0001}
-    """
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= flatten_settings(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return flat
 
 
 def shorten_setting(setting: str) -> str:

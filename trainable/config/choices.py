@@ -110,23 +110,21 @@ OWN_FILTER = FilterStrategy(takes_any_value=True, can_keep_all=False)
 class FilterMetric:
     """Properties of a score of groups.
 
-    is_spread: whether it is a standard deviation, undefined in a group of one. reads_entropies: whether it is computed
-    from the entropies at the sampled tokens.
+    reads_entropies: whether it is computed from the entropies at the sampled tokens.
     """
 
-    is_spread: bool = False
     reads_entropies: bool = False
 
 
 FILTER_METRICS: Mapping[str, FilterMetric] = MappingProxyType(
     {
-        "reward_variance": FilterMetric(is_spread=True),
-        "reward_std": FilterMetric(is_spread=True),
+        "reward_variance": FilterMetric(),
+        "reward_std": FilterMetric(),
         "reward": FilterMetric(),
         "reward_sum": FilterMetric(),
         "entropy": FilterMetric(reads_entropies=True),
-        "entropy_variance": FilterMetric(is_spread=True, reads_entropies=True),
-        "entropy_std": FilterMetric(is_spread=True, reads_entropies=True),
+        "entropy_variance": FilterMetric(reads_entropies=True),
+        "entropy_std": FilterMetric(reads_entropies=True),
         "length": FilterMetric(),
     }
 )
@@ -138,14 +136,3 @@ FILTER_METRICS: Mapping[str, FilterMetric] = MappingProxyType(
 
 EXACT_KL = "full"
 """Selects the exact KL over the whole vocabulary."""
-
-
-def find_unused_settings(
-    choices: Mapping[str, PolicyLossKind] | Mapping[str, FilterStrategy], choice_name: str
-) -> frozenset[str]:
-    """Find the settings that have no effect under the choice `choice_name`, because only other `choices` read them.
-
-    They are left out of a run's hash, since runs that differ only in them have the same rows. A plug-in reads none.
-    """
-    all_settings = frozenset(setting for choice in choices.values() for setting in choice.settings)
-    return all_settings - {*(choices[choice_name].settings if choice_name in choices else ())}

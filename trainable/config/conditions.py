@@ -10,12 +10,29 @@ from operator import attrgetter
 from typing import Any
 
 from trainable.config.base_config import ReadCondition
-from trainable.config.choices import ADVANTAGE_ESTIMATORS, FILTER_STRATEGIES, POLICY_LOSSES
+from trainable.config.choices import (
+    ADVANTAGE_ESTIMATORS,
+    FILTER_STRATEGIES,
+    POLICY_LOSSES,
+    FilterStrategy,
+    PolicyLossKind,
+)
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.games import GAMES
 
 SMALLEST_CLIP = 1e-3
 """Narrower clip ranges clip rounding errors: float32 log-probs of equal weights may differ by 1e-5 between passes."""
+
+
+def find_unused_settings(
+    choices: Mapping[str, PolicyLossKind] | Mapping[str, FilterStrategy], choice_name: str
+) -> frozenset[str]:
+    """Find the settings that have no effect under the choice `choice_name`, because only other `choices` read them.
+
+    They are left out of a run's hash, since runs that differ only in them have the same rows. A plug-in reads none.
+    """
+    all_settings = frozenset(setting for choice in choices.values() for setting in choice.settings)
+    return all_settings - {*(choices[choice_name].settings if choice_name in choices else ())}
 
 
 def derive_conditions(

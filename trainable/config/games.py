@@ -81,7 +81,7 @@ class Game(NamedTuple):
     level_source: str = ""
     """If the game is not played in turns: the function that makes its levels from its section, as "module:NAME"."""
     player: str = ""
-    """For such a game, the function that makes its player, like `trainable.rollout.players.make_player`."""
+    """For such a game, the function that makes its player, like `trainable.rollout.episode_loop.make_player`."""
     requirements: str = ""
     """What it requires of a machine: a `tune_study.placement.resources.GameRequirements`, as "module:NAME"."""
     settings: Mapping[str, object] = MappingProxyType({})

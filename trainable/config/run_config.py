@@ -17,12 +17,11 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from trainable.config.alarm_rule import parse_alarm_rule
-from trainable.config.aliases import ALIASES, MISSING_FEATURES, SYNONYMS, flatten_settings
+from trainable.config.aliases import ALIASES, MISSING_FEATURES, SYNONYMS
 from trainable.config.base_config import EXECUTION_SETTINGS, BaseRunConfig, ReadCondition
-from trainable.config.choices import FILTER_METRICS, FILTER_STRATEGIES, POLICY_LOSSES, find_unused_settings
+from trainable.config.choices import FILTER_METRICS, FILTER_STRATEGIES, POLICY_LOSSES
 from trainable.config.command_lines import format_command
-from trainable.config.conditions import PPO_CONDITIONS
+from trainable.config.conditions import PPO_CONDITIONS, find_unused_settings
 from trainable.config.constants import SHIPPED_MODELS, TEACHERS
 from trainable.config.games import GAMES
 from trainable.config.sections import (
@@ -38,7 +37,15 @@ from trainable.config.sections import (
     RolloutConfig,
     TrainerConfig,
 )
-from trainable.config.setting_types import MAX_EPISODES, MAX_LEVELS, Outside, OutsideKind, format_value
+from trainable.config.setting_types import (
+    MAX_EPISODES,
+    MAX_LEVELS,
+    Outside,
+    OutsideKind,
+    flatten_settings,
+    format_value,
+    parse_alarm_rule,
+)
 
 C = TypeVar("C", bound=BaseRunConfig)
 

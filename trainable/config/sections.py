@@ -7,7 +7,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from trainable.config.alarm_rule import AlarmText
 from trainable.config.base_config import BaseTrainerConfig, SettingsSection
 from trainable.config.choices import (
     ADVANTAGE_ESTIMATORS,
@@ -36,11 +35,11 @@ from trainable.config.own_parts import Choice
 from trainable.config.setting_types import (
     MAX_FLOAT,
     MAX_LEVELS,
+    AlarmText,
     Common,
     Finite,
     Fraction,
     FractionBelowOne,
-    FullDtypeName,
     GroupCount,
     KLKind,
     LocalPath,
@@ -82,7 +81,7 @@ class ModelConfig(SettingsSection):
     loss_scale: PowerOfTwo = 2.0**16
     """a power of two that losses are multiplied by in backward passes in float16, and gradients divided by, since
     float16 would round the smallest ones to 0"""
-    head_dtype: Annotated[Literal["model", "float32"], FullDtypeName] = "model"
+    head_dtype: Literal["model", "float32"] = "model"
     """type of logits in trainer, engine and reference; model: model.dtype; float32: the same products, summed in
     float32 and not rounded"""
     enable_gradient_checkpointing: bool = True
@@ -244,11 +243,6 @@ class FilterConfig(SettingsSection):
     def strategy(self) -> FilterStrategy:
         """The declaration of the selected strategy."""
         return FILTER_STRATEGIES.get(self.rollout_filter_strategy, OWN_FILTER)
-
-    @property
-    def has_spread_metric(self) -> bool:
-        """Whether the score of a group is a standard deviation, 0 in a group of one."""
-        return FILTER_METRICS[self.rollout_filter_metric].is_spread
 
     # The checks involve two settings, so they cannot be bounds of a field.
     @model_validator(mode="after")

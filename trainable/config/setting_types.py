@@ -1,12 +1,12 @@
-"""Types of single settings: named bounds, choices and parsers."""
+"""Types of single settings: named bounds, choices and parsers, such as of alarms on a column of the rows."""
 
 import ipaddress
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from trainable.algo.names import KL_KINDS, LOSS_AGG_MODES
 from trainable.config.choices import EXACT_KL
-from trainable.files.control_characters import escape_controls, is_printable
+from trainable.files.paths import escape_controls, is_printable
 
 Setting = TypeVar("Setting")
 _COMMON_MARKER = "common"
@@ -96,13 +96,7 @@ def _sum_groups(value: object) -> object:
     return value
 
 
-SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Common short names of dtypes."""
-
-
-FullDtypeName = BeforeValidator(lambda value: SHORT_DTYPES.get(value, value) if isinstance(value, str) else value)
-"""Lets a setting take the short name of a dtype, too. Other values pass unchanged, and pydantic checks them."""
-Precision = Annotated[Literal["float32", "bfloat16", "float16"], FullDtypeName]
+Precision = Literal["float32", "bfloat16", "float16"]
 GroupCount = Annotated[int, BeforeValidator(_sum_groups), Field(ge=1, le=MAX_LEVELS)]
 
 
@@ -189,6 +183,84 @@ KeyVariable = Annotated[
 """The name of an environment variable with an API key. Restricted, so that no other secret can be sent instead."""
 
 
+BASELINE_STEPS = 10
+"""Relative thresholds are multiples of the mean over this many first steps. Source: the published stop rule."""
+ALARM_COLUMNS = (
+    "reward_std",
+    "zero_std_groups",
+    "entropy",
+    "val_kl_to_reference",
+    "pg_clipfrac",
+    "actor_grad_norm",
+    "critic_grad_norm",
+    "explained_variance",
+    "train_invalid_turns",
+    "train_response_tokens",
+    "collapse_trajectory_retrieval_accuracy",
+    "collapse_trajectory_mi_estimate",
+    "train_success",
+)
+"""The columns that an alarm can watch."""
+MAX_ALARM_WINDOW = 1000
+_ALARM_PATTERN = re.compile(
+    r"(?P<column>\w+) ?(?P<comparison>[<>]) ?(?P<threshold>[-+]?(?:\d+\.?|\d*\.\d+)(?:e[-+]?\d+)?)"
+    rf"(?P<relative> ?x(?: its first {BASELINE_STEPS} steps)?)?"
+    r"(?:, ?(?P<window>\d{1,4}) times in a row)?"
+)
+
+
+class AlarmRule(NamedTuple):
+    """A threshold on a column of the rows."""
+
+    column: str
+    """One of `ALARM_COLUMNS`."""
+    threshold: float
+    """In the unit of the column, or as a multiple of its mean over the first `BASELINE_STEPS` steps."""
+    is_relative: bool
+    """Whether the threshold is such a multiple."""
+    is_upper: bool
+    """Whether the rule fires above the threshold; otherwise below."""
+    window: int
+    """Number of consecutive measurements that must all be beyond the threshold."""
+
+    @property
+    def text(self) -> str:
+        """The rule as `parse_alarm_rule` reads it: `reward_std < 0.5 x its first 10 steps, 3 times in a row`."""
+        comparison = ">" if self.is_upper else "<"
+        unit = f" x its first {BASELINE_STEPS} steps" if self.is_relative else ""
+        repeat = "" if self.window == 1 else f", {self.window} times in a row"
+        return f"{self.column} {comparison} {self.threshold:g}{unit}{repeat}"
+
+
+def parse_alarm_rule(text: str) -> AlarmRule:
+    """Parse the text of a rule. The words after `x` are optional. Raise ValueError if the text is no rule.
+
+    Example:
+        >>> parse_alarm_rule("reward_std < 0.5 x, 3 times in a row")
+        AlarmRule(column='reward_std', threshold=0.5, is_relative=True, is_upper=False, window=3)
+    """
+    match = _ALARM_PATTERN.fullmatch(" ".join(text.split()))
+    if match is None or not abs(threshold := float(match["threshold"])) <= MAX_FLOAT:
+        raise ValueError(
+            'must look like "reward_std < 0.5 x its first 10 steps, 3 times in a row": a column, < or >, a number, '
+            "with `x` for a multiple of the mean of the first steps, and how often in a row"
+        )
+    if match["column"] not in ALARM_COLUMNS:
+        raise ValueError(f"no alarm watches {match['column']}: choose from {', '.join(ALARM_COLUMNS)}")
+    window = int(match["window"] or 1)
+    if not 1 <= window <= MAX_ALARM_WINDOW:
+        raise ValueError(f"{window} times in a row: must be 1 to {MAX_ALARM_WINDOW}")
+    return AlarmRule(match["column"], threshold, match["relative"] is not None, match["comparison"] == ">", window)
+
+
+def _normalize_alarm(text: str) -> str:
+    """Normalize the text of a rule, so that equal rules have the same hash. Empty, none and null become empty."""
+    return "" if text.strip().lower() in ("", "none", "null") else parse_alarm_rule(text).text
+
+
+AlarmText = Annotated[str, Field(max_length=200), AfterValidator(_normalize_alarm)]
+
+
 def format_value(value: object, max_length: int = 80) -> str:
     """Format `value` for a message: on one line, without control characters, truncated to `max_length` characters."""
     try:
@@ -197,3 +269,15 @@ def format_value(value: object, max_length: int = 80) -> str:
         return f"<{type(value).__name__} too long to show>"
     short_text = text if len(text) <= max_length else f"{text[:max_length]}..."
     return escape_controls(short_text)
+
+
+def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested settings into one dict with dotted names.
+
+    >>> flatten_settings({"seed": 0, "actor": {"lr": 1e-4}})
+    {'seed': 0, 'actor.lr': 0.0001}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= flatten_settings(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat

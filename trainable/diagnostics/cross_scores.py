@@ -21,7 +21,7 @@ from trainable.models.interface import LanguageModel
 TREE_TOKENS = 256
 """Maximum number of tokens in a tree. Its attention mask grows with the square of this number."""
 PASS_TOKENS, PASS_TOKENS_CUDA = 2048, 2**16
-"""Rows times length of a pass, on a CPU and on a GPU.
+"""Maximum rows times length of a pass, on a CPU and on a GPU. A prompt, or a thought after one, may be longer alone.
 
 The first fits into a CPU's caches. The second is large, because a GPU reads all weights in every pass.
 """
@@ -49,7 +49,6 @@ def compute_cross_scores(
     model: LanguageModel,
     prompts: Sequence[Sequence[int]],
     thoughts: Sequence[Sequence[int]],
-    max_tokens: int | None = None,
     world: World = SINGLE_PROCESS,
 ) -> Tensor:
     """Score each of N thoughts after each of M prompts, without gradients.
@@ -58,14 +57,11 @@ def compute_cross_scores(
     temperature 1. Equal prompts and equal thoughts are scored once.
 
     model: the scoring model; its weights and mode are unchanged. prompts, thoughts: token ids, at least one of each,
-    none empty. Any prompt and thought together must fit into the model's context. max_tokens: maximum rows times length
-    of a pass, for reading prompts and for scoring trees, to limit memory. A single prompt, or a single thought after a
-    single prompt, may be longer. None: `PASS_TOKENS`, or `PASS_TOKENS_CUDA` on a GPU. world: ranks that all call this
+    none empty. Any prompt and thought together must fit into the model's context. world: ranks that all call this
     with the same arguments. Each scores some prompts, and all get all sums.
     """
     device = model.lm_head.weight.device
-    if max_tokens is None:
-        max_tokens = PASS_TOKENS_CUDA if device.type == "cuda" else PASS_TOKENS
+    max_tokens = PASS_TOKENS_CUDA if device.type == "cuda" else PASS_TOKENS
     unique_prompts, column_of = _deduplicate(prompts)
     unique_thoughts, row_of = _deduplicate(thoughts)
     trees = list(_make_trees(unique_thoughts, min(TREE_TOKENS, max_tokens), device))

@@ -12,17 +12,15 @@ from trainable.config.seeds import make_rng
 from trainable.diagnostics.collapse import diagnose_step
 from trainable.diagnostics.gradient_probe import ProbeResult, probe_gradients
 from trainable.envs.level_sets import collect_excluded_keys, make_training_levels
-from trainable.ppo.evaluation import reshape_by_group
-from trainable.ppo.filtering import filter_episodes
-from trainable.ppo.targets import PreparedBatch
+from trainable.ppo.targets import PreparedBatch, filter_episodes
 from trainable.ppo.trainer import Diagnostics, PPOTrainer
-from trainable.rollout.episode import Episode
+from trainable.rollout.episode import Episode, reshape_by_group
 from trainable.runs.run_files import Row
 
 LEVEL_SEED_OFFSET = 500_000
 """Distance from the first seed of training levels to the first seed of analysis levels.
 
-This is half of the seeds of a run (`level_sets.SEEDS_PER_RUN`). With one seed per group, training reaches the analysis
+This is half of the seeds of a run (`MAX_LEVELS`). With one seed per group, training reaches the analysis
 levels only after 500,000 groups.
 """
 
@@ -65,7 +63,7 @@ def analyze_gradients(
         "overrides": overrides,
         "empty_after_filter": 0,
         "analysis_only": int(source == "probe" or config.trainer.gradient_analysis_only),
-        **{f"source_{name}": getattr(selection.decision, name) for name in FILTER_COLUMNS},
+        **{f"source_{name}": selection.columns[name] for name in FILTER_COLUMNS},
     }
     make_line = partial(
         _make_line, trainer, reward_stds=dict(enumerate(stds.tolist())), context_columns=context_columns
@@ -73,7 +71,7 @@ def analyze_gradients(
     lines = []
     if config.trainer.gradient_analysis_log_prefilter:
         lines.append(make_line(prefilter=True, episodes=episodes, groups_kept=num_groups))
-    lines.append(make_line(prefilter=False, episodes=selection.episodes, groups_kept=selection.decision.groups_kept))
+    lines.append(make_line(prefilter=False, episodes=selection.episodes, groups_kept=selection.groups_kept))
     return [{"step": trainer.step_index, "source": source, **line} for line in lines]
 
 
@@ -112,11 +110,9 @@ def _roll_out_batch(trainer: PPOTrainer, num_groups: int, group_size: int) -> li
     # The index of the analysis, from 1, selects its levels. A probe of an untrained policy (step 0) uses the levels of
     # step 1.
     analysis_index = (max(1, step) - 1) // config.trainer.gradient_analysis_every + 1
-    first_seed = config.env.seed_train + LEVEL_SEED_OFFSET
+    first_seed = config.training_level_seeds.start + LEVEL_SEED_OFFSET + num_groups * (analysis_index - 1)
     excluded_keys = collect_excluded_keys(trainer.level_source, trainer.test_levels)
-    levels = make_training_levels(
-        trainer.level_source, config.seed, analysis_index, num_groups, first_seed, excluded_keys
-    )
+    levels = make_training_levels(trainer.level_source, range(first_seed, first_seed + num_groups), excluded_keys)
     return trainer.roll_out(levels, group_size, "gradient_sampling")
 
 

@@ -37,7 +37,7 @@ from trainable.backend.meter import Meter
 from trainable.backend.world import World
 from trainable.files.step_phase import STEP_PHASE
 from trainable.ppo.update import ActorUpdate, PassInputs, Targets, make_passes, make_weighted_passes
-from trainable.rollout.batch import Batch
+from trainable.rollout.episode import Batch
 from trainable.runs.run_files import Row
 
 FOLDS = 8

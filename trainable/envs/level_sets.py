@@ -14,12 +14,12 @@ give.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import chain, islice
 from itertools import count as counting
 from typing import Any, NamedTuple
 
 from trainable.config.run_config import RunConfig
-from trainable.config.setting_types import MAX_LEVELS
 from trainable.envs.environment import FIRST_TEST_SEED, L, Level, LevelSource
 
 MakeLevels = Callable[[Sequence[int]], Sequence[L]]
@@ -27,9 +27,8 @@ MakeLevels = Callable[[Sequence[int]], Sequence[L]]
 
 PUBLISHED_TRAINING_SEEDS = range(10_000, 13_200)
 PUBLISHED_VALIDATION_SEEDS = range(123, 635)
-# The bounds of env.seed_train and of the run's seed keep training seeds below the demonstration seeds.
-SEEDS_PER_RUN = MAX_LEVELS
 FIRST_DEMONSTRATION_SEED = 700_000_000
+"""The bounds of env.seed_train and of the run's seed keep training seeds below this one."""
 FIRST_REPLACEMENT_SEED = 1_000_000_000
 TEST_LEVELS = 512
 CANDIDATES_PER_TEST_LEVEL = 16
@@ -37,42 +36,16 @@ CANDIDATES_PER_TEST_LEVEL = 16
 _BLOCK_SIZE = 64  # levels made per call in a search: making many at once is faster
 
 
-def compute_training_seed(seed_index: int, group_counter: int, base: int = 10_000) -> int:
-    """Compute the seed of one training level: base + 1,000,000 * seed_index + group_counter.
-
-    seed_index: the run's seed, from 0 (the published stream).
-    group_counter: number of groups before this one; env_groups * (t - 1) + i for group i of the 1-based step t.
-    """
-    seed = base + SEEDS_PER_RUN * seed_index + group_counter
-    if seed_index < 0 or not 0 <= group_counter < SEEDS_PER_RUN or not 0 <= seed < FIRST_DEMONSTRATION_SEED:
-        raise ValueError(
-            f"no training level for seed index {seed_index}, group {group_counter}, base {base}: the index must be at "
-            f"least 0, the group 0 to {SEEDS_PER_RUN - 1}, and their level seed below {FIRST_DEMONSTRATION_SEED}"
-        )
-    return seed
-
-
 def make_training_levels(
-    environment: LevelSource[L],
-    seed_index: int,
-    step: int,
-    env_groups: int,
-    base: int = 10_000,
-    excluded_keys: frozenset[bytes] = frozenset(),
+    environment: LevelSource[L], seeds: Sequence[int], excluded_keys: frozenset[bytes] = frozenset()
 ) -> list[L]:
-    """Make the levels of one training step, one for each group.
+    """Make the training levels of `seeds`.
 
-    A level whose key is in `excluded_keys` is replaced: for seed s, by the first level of the seeds 1,000,000,000 + s,
-    1,000,000,001 + s, ... whose key is not excluded. The level of a seed therefore depends only on the seed and
-    `excluded_keys`. Published levels of Sokoban (seeds 10000..13199) are never replaced, because none of them is in the
-    test set.
-
-    seed_index: see `compute_training_seed`. step: from 1. env_groups: groups per step. base: first seed of index 0.
-    excluded_keys: see `collect_excluded_keys`.
+    A level whose key is in `excluded_keys` (see `collect_excluded_keys`) is replaced: for seed s, by the first level of
+    the seeds 1,000,000,000 + s, 1,000,000,001 + s, ... whose key is not excluded. The level of a seed therefore depends
+    only on the seed and `excluded_keys`. Published levels of Sokoban (seeds 10000..13199) are never replaced, because
+    none of them is in the test set.
     """
-    if step < 1 or env_groups < 1:
-        raise ValueError(f"step {step} with {env_groups} groups; both must be at least 1")
-    seeds = [compute_training_seed(seed_index, env_groups * (step - 1) + group, base) for group in range(env_groups)]
     return [
         _find_replacement(environment, level.seed, excluded_keys) if level.key in excluded_keys else level
         for level in environment.make_levels(seeds)
@@ -90,17 +63,12 @@ def make_demonstration_levels(environment: LevelSource[L], count: int, first_ind
     Levels are in the order of their seeds, from 700,000,000 + first_index on. To continue after a call, pass
     `first_index=levels[-1].seed - FIRST_DEMONSTRATION_SEED + 1`. Levels can repeat within the set.
     """
-    if count < 0 or first_index < 0:
-        raise ValueError(f"{count} demonstration levels from {first_index} on; both must be at least 0")
     held_out_keys: frozenset[bytes] = frozenset()
     if environment.has_held_out_levels:
         held_out_levels = [*make_validation_levels(environment), *environment.make_test_levels(TEST_LEVELS)]
         held_out_keys = collect_level_keys(held_out_levels)
     candidates = _iter_levels(environment.make_levels, FIRST_DEMONSTRATION_SEED + first_index)
-    levels = list(islice((level for level in candidates if level.key not in held_out_keys), count))
-    if levels and levels[-1].seed >= FIRST_TEST_SEED:
-        raise ValueError(f"{count} demonstration levels from {first_index} on reach the test seeds; ask for fewer")
-    return levels
+    return list(islice((level for level in candidates if level.key not in held_out_keys), count))
 
 
 class RunLevels(NamedTuple):
@@ -122,9 +90,10 @@ def make_run_levels(environment: LevelSource[Any], config: RunConfig) -> RunLeve
     test_set = list(environment.make_test_levels(env.test_env_groups))
     validation = make_validation_levels(environment, env.val_env_groups, env.seed_val)
     excluded_keys = collect_excluded_keys(environment, test_set)
+    seeds = config.training_level_seeds
     training = [
-        make_training_levels(environment, config.seed, step, env.env_groups, env.seed_train, excluded_keys)
-        for step in range(1, config.trainer.total_training_steps + 1)
+        make_training_levels(environment, seeds[first : first + env.env_groups], excluded_keys)
+        for first in range(0, len(seeds), env.env_groups)
     ]
     training_keys = collect_level_keys(chain.from_iterable(training))
     return RunLevels(training, validation, test_set, [level.key not in training_keys for level in validation])
@@ -140,21 +109,28 @@ def collect_excluded_keys(environment: LevelSource[Any], test_levels: Iterable[L
     return collect_level_keys(test_levels) if environment.has_held_out_levels else frozenset()
 
 
-def find_test_levels(make_levels: MakeLevels[L], count: int = TEST_LEVELS) -> list[L] | None:
+def make_searched_test_levels(make_levels: MakeLevels[Any], count: int) -> list[Any]:
+    """Make the first `count` test levels, different up to symmetry and in no published set if there are enough."""
+    levels = find_test_levels(make_levels)
+    return list(make_levels(range(FIRST_TEST_SEED, FIRST_TEST_SEED + count)) if levels is None else levels[:count])
+
+
+@lru_cache(maxsize=8)  # the search tries thousands of levels, and a process may train several runs
+def find_test_levels(make_levels: MakeLevels[Any], count: int = TEST_LEVELS) -> tuple[Any, ...] | None:
     """Find the first `count` test levels in the order of their seeds, all different and in no published set.
 
     Return None if 16 candidate seeds per test level do not give enough different levels.
     """
     published_seeds = (*PUBLISHED_VALIDATION_SEEDS, *PUBLISHED_TRAINING_SEEDS)
     seen_keys = set(collect_level_keys(make_levels(published_seeds)))
-    levels: list[L] = []
+    levels: list[Level] = []
     for level in islice(_iter_levels(make_levels, FIRST_TEST_SEED), CANDIDATES_PER_TEST_LEVEL * count):
         if len(levels) == count:
             break
         if level.key not in seen_keys:
             seen_keys.add(level.key)
             levels.append(level)
-    return levels if len(levels) == count else None
+    return tuple(levels) if len(levels) == count else None
 
 
 def _find_replacement(environment: LevelSource[L], seed: int, excluded_keys: frozenset[bytes]) -> L:

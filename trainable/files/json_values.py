@@ -12,8 +12,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from trainable.files.control_characters import escape_controls
-from trainable.files.paths import read_bytes, write_text
+from trainable.files.paths import escape_controls, read_bytes, write_text
 
 CHECKSUM_KEY = "checksum"
 CHECKSUM_DIGITS = 16

@@ -19,8 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from trainable.models.hub_config import check_parts, make_refusal_error, make_shape, read_config
-from trainable.models.interface import HubShape, LanguageHead, LanguageModel, Trunk
-from trainable.models.kv_cache import KVCache
+from trainable.models.interface import HubShape, KVCache, LanguageHead, LanguageModel, Trunk
 from trainable.runs.failures import is_out_of_memory
 
 
@@ -242,32 +241,23 @@ def check_exact(causal_lm: Any, model: HubModel, folder: Path) -> None:
     model's forward. In that forward, the head's output is replaced by large numbers, which must come out unchanged as
     the logits: our passes would miss a cap or a scale after the head.
     """
-    model_name = f"a {type(causal_lm).__name__}"
-    device = model.lm_head.weight.device
+    make_error = partial(make_refusal_error, folder, f"a {type(causal_lm).__name__}")
     # Two rows of seven tokens that differ in any usual vocabulary, so that a mixed-up position changes the result.
-    tokens = (torch.arange(1, 15, device=device).view(2, 7) * 37 + 5) % model.shape.vocab_size
+    tokens = torch.arange(1, 15, device=model.lm_head.weight.device).view(2, 7)
+    tokens = (tokens * 37 + 5) % model.shape.vocab_size
     try:
         logits, expected_hidden = _run_planted_forward(causal_lm, tokens)
         if not torch.equal(logits, _make_planted_logits(logits)):
-            raise make_refusal_error(
-                folder,
-                model_name,
-                "its logits differ from the output of its head: they are capped or scaled afterwards",
-            )
+            raise make_error("its logits differ from the output of its head: they are capped or scaled afterwards")
         for name, actual, expected in _run_routes(model, tokens, expected_hidden):
             is_close = (actual - expected).abs().max() <= TOLERANCE * expected.abs().max()
             if not is_close:  # also if a number is not finite
-                raise make_refusal_error(
-                    folder, model_name, f"{name} does not give the hidden states of its own forward"
-                )
+                raise make_error(f"{name} does not give the hidden states of its own forward")
     except (TypeError, RuntimeError, IndexError, KeyError, AttributeError) as error:
         if is_out_of_memory(error):  # a RuntimeError, too, but unrelated to the architecture
             raise
-        raise make_refusal_error(
-            folder,
-            model_name,
-            f"does not accept masks, positions and a cache from its caller ({type(error).__name__}: {error})",
-        ) from error
+        reason = f"does not accept masks, positions and a cache from its caller ({type(error).__name__}: {error})"
+        raise make_error(reason) from error
 
 
 def _make_planted_logits(logits: Tensor) -> Tensor:

@@ -18,14 +18,13 @@ from torch import nn
 
 from trainable.config.command_lines import quote_argument
 from trainable.config.constants import SHIPPED_MODEL, SHIPPED_MODELS, TEACHERS
-from trainable.config.model_limits import is_plain_qwen2
 from trainable.config.sections import ModelConfig
 from trainable.envs.prompts import CHATML, ChatFormat
 from trainable.models.chat_template import read_chat_format
 from trainable.models.codec import Codec
 from trainable.models.interface import LanguageModel, PassSettings, Trunk, ValueModel
 from trainable.models.qwen2 import Qwen2
-from trainable.models.qwen2_shape import Qwen2Shape
+from trainable.models.qwen2_shape import Qwen2Shape, is_plain_qwen2
 from trainable.models.teachers import explain_missing_teacher, find_teacher_folder, is_made
 from trainable.runs.failures import MissingModelError
 

@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainable.config.model_limits import FOUR_BIT_BLOCK, find_four_bit_obstacle
 from trainable.config.sections import ModelConfig
 from trainable.config.setting_types import LINEAR_LAYERS
 from trainable.models.interface import LanguageModel
 from trainable.models.load import M, freeze
+from trainable.models.qwen2_shape import FOUR_BIT_BLOCK, find_four_bit_obstacle
 
 N = TypeVar("N", bound=nn.Module)
 ADAPTER_NAME = "default"

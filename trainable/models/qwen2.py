@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from trainable.config.model_limits import find_size_obstacle
-from trainable.models.interface import LanguageHead, LanguageModel, Trunk
-from trainable.models.kv_cache import KVCache
+from trainable.models.interface import KVCache, LanguageHead, LanguageModel, Trunk
 from trainable.models.packing import PackedRows, causal_attention, pack_rows
-from trainable.models.qwen2_shape import Qwen2Shape
+from trainable.models.qwen2_shape import Qwen2Shape, find_size_obstacle
 
 MAX_COMPILED_LENGTH = 1024
 """Maximum tokens per sequence of a compiled pass, whose attention holds all scores of a sequence in memory. Torch runs

@@ -24,8 +24,8 @@ from trainable.backend.world import connect, disconnect
 from trainable.config.own_parts import PartFile, list_part_files, register_file
 from trainable.config.run_config import RunConfig
 from trainable.ppo.evaluation import Evaluation
-from trainable.ppo.step_record import FinalEvaluation
 from trainable.ppo.trainer import Diagnostics, PPOTrainer, StepOutput
+from trainable.runs.run_files import Row
 
 T = TypeVar("T")
 
@@ -150,9 +150,9 @@ class DistributedTrainer:
         """Train one step (see `PPOTrainer.step`). The others wait while `before_update` is called on this rank."""
         return self._run_on_all_ranks("step", lambda: self.trainer.step(before_update))
 
-    def evaluate_final(self) -> tuple[FinalEvaluation, list[Evaluation]]:
+    def evaluate_final(self, row: Row) -> tuple[Row, list[Evaluation]]:
         """Evaluate at the end of a run (see `PPOTrainer.evaluate_final`)."""
-        return self._run_on_all_ranks("evaluate_final", self.trainer.evaluate_final)
+        return self._run_on_all_ranks("evaluate_final", lambda: self.trainer.evaluate_final(row))
 
     def get_state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         """Gather the full state from all ranks (see `PPOTrainer.get_state`)."""

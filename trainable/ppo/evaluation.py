@@ -1,4 +1,4 @@
-"""Statistics of episodes: results of validations and tests, and summaries of training rollouts and batches."""
+"""Statistics of episodes: results of validations and tests, summaries of training rollouts and batches, and texts."""
 
 import hashlib
 import json
@@ -12,15 +12,19 @@ import torch
 from torch import Tensor
 
 from trainable.algo.losses import estimate_kl
-from trainable.algo.reductions import masked_mean
+from trainable.algo.reductions import compute_tree_weights, masked_mean
 from trainable.config.own_parts import pin_parts
 from trainable.config.run_config import RunConfig
+from trainable.config.sections import AlgorithmConfig
 from trainable.envs.environment import Level, LevelSource
-from trainable.ppo.step_record import BatchSummary, RolloutSummary, Validation
+from trainable.models.codec import Codec
+from trainable.ppo.targets import PreparedBatch
 from trainable.ppo.update import Targets
-from trainable.rollout.batch import Batch
-from trainable.rollout.episode import Episode
-from trainable.runs.episode_lines import RecordedEpisode
+from trainable.rollout.episode import Batch, Episode, collate, reshape_by_group
+from trainable.runs.episode_lines import MAX_ANSWER_CHARS, RecordedChild, RecordedEpisode, RecordedTurn
+
+Columns = dict[str, float | None]
+"""Columns of a training step (`records.STEP_COLUMNS`). None: not measured in this step."""
 
 
 class Evaluation(NamedTuple):
@@ -109,23 +113,23 @@ def number_classes(keys: Sequence[bytes]) -> list[int]:
     return [class_numbers.setdefault(key, len(class_numbers)) for key in keys]
 
 
-def summarize_rollout(episodes: Sequence[Episode], group_size: int) -> RolloutSummary:
+def summarize_rollout(episodes: Sequence[Episode], group_size: int) -> Columns:
     """Average over all episodes of a step, before the filter. The episodes of a group are consecutive."""
     num_episodes, num_turns = len(episodes), sum(len(episode.texts) for episode in episodes)
     success_by_group = reshape_by_group([float(episode.success) for episode in episodes], group_size)
-    return RolloutSummary(
-        train_success=float(success_by_group.mean()),
-        train_pass_at_group=float((success_by_group.sum(1) > 0).float().mean()),
-        train_reward=sum(episode.score for episode in episodes) / num_episodes,
-        train_actions=sum(episode.actions for episode in episodes) / num_episodes,
-        train_invalid_turns=sum(episode.invalid_turns for episode in episodes) / num_turns,
-        train_response_tokens=sum(episode.response_tokens for episode in episodes) / num_episodes,
-    )
+    return {
+        "train_success": float(success_by_group.mean()),
+        "train_pass_at_group": float((success_by_group.sum(1) > 0).float().mean()),
+        "train_reward": sum(episode.score for episode in episodes) / num_episodes,
+        "train_actions": sum(episode.actions for episode in episodes) / num_episodes,
+        "train_invalid_turns": sum(episode.invalid_turns for episode in episodes) / num_turns,
+        "train_response_tokens": sum(episode.response_tokens for episode in episodes) / num_episodes,
+    }
 
 
 def summarize_batch(
     batch: Batch, targets: Targets, episodes: Sequence[Episode], has_values: bool, has_entropies: bool = True
-) -> BatchSummary:
+) -> Columns:
     """Summarize the batch before the update.
 
     episodes: the episodes that the filter kept; `batch` may also contain copies of some. has_values: whether the values
@@ -139,18 +143,18 @@ def summarize_batch(
         value_mean, return_variance = float(values.mean()), float(returns.var())
         # Equal returns have no variance to explain, so the column stays empty.
         explained_variance = 1 - float((returns - values).var()) / return_variance if return_variance > 0 else None
-    return BatchSummary(
-        batch_size=len(batch.lengths),
-        trained_tokens=int(mask.sum()),
-        padding_fraction=1 - float(batch.count_needed_tokens().sum()) / mask.numel(),
+    return {
+        "batch_size": len(batch.lengths),
+        "trained_tokens": int(mask.sum()),
+        "padding_fraction": 1 - float(batch.count_needed_tokens().sum()) / mask.numel(),
         # Over the sampled tokens of the episodes instead of the batch, so that copies do not count.
-        entropy=sum(float(e.entropies.sum()) for e in episodes) / sum(e.response_tokens for e in episodes)
+        "entropy": sum(float(e.entropies.sum()) for e in episodes) / sum(e.response_tokens for e in episodes)
         if has_entropies
         else None,
-        kl_to_reference=kl,
-        value_mean=value_mean,
-        explained_variance=explained_variance,
-    )
+        "kl_to_reference": kl,
+        "value_mean": value_mean,
+        "explained_variance": explained_variance,
+    }
 
 
 def estimate_mean_kl(batch: Batch, ref_logprobs: Tensor) -> float:
@@ -161,27 +165,22 @@ def estimate_mean_kl(batch: Batch, ref_logprobs: Tensor) -> float:
     return float(masked_mean(estimate_kl(batch.logprobs, ref_logprobs, "low_var_kl"), batch.mask))
 
 
-def summarize_validation(evaluations: Sequence[Evaluation], is_unseen: Sequence[bool]) -> Validation | None:
-    """Summarize a validation. `evaluations` is empty (the result is None), or sampled, or sampled and greedy.
+def summarize_validation(evaluations: Sequence[Evaluation], is_unseen: Sequence[bool]) -> Columns:
+    """Summarize a validation on all levels. `evaluations` is empty, or sampled, or sampled and greedy.
 
     is_unseen: for each episode, whether its level differs from every training level.
     """
     if not evaluations:
-        return None
+        return {}
     sampled, *greedy = evaluations
-    return Validation(
-        val_success=sampled.success,
-        val_success_unseen=sampled.compute_success_where(is_unseen),
-        val_reward=sampled.score,
-        val_invalid_turns=sampled.invalid_turns,
-        val_kl_to_reference=sampled.kl_to_reference,
-        val_greedy_success=greedy[0].success if greedy else None,
-    )
-
-
-def reshape_by_group(values: Sequence[float], group_size: int) -> Tensor:
-    """Arrange values of consecutive episodes in a (P, G) float32 tensor."""
-    return torch.tensor(values, dtype=torch.float32).view(-1, group_size)
+    return {
+        "val_success": sampled.success,
+        "val_success_unseen": sampled.compute_success_where(is_unseen),
+        "val_reward": sampled.score,
+        "val_invalid_turns": sampled.invalid_turns,
+        "val_kl_to_reference": sampled.kl_to_reference,
+        "val_greedy_success": greedy[0].success if greedy else None,
+    }
 
 
 def make_evaluation_key(config: RunConfig, weights: Mapping[str, Tensor], reference: str | None) -> str:
@@ -207,3 +206,123 @@ def make_evaluation_key(config: RunConfig, weights: Mapping[str, Tensor], refere
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+NumbersPerTurn = list[float | None]
+"""A number for each turn of a rollout, or None for turns without one."""
+
+
+def record_episode(
+    episode: Episode,
+    step: int,
+    codec: Codec,
+    settings: AlgorithmConfig | None = None,
+    advantages: Sequence[NumbersPerTurn] | None = None,
+) -> RecordedEpisode:
+    """Record the texts of an episode and its children, decoded from their tokens.
+
+    step: training steps before the validation, or the step that trained on the episode. settings: in a game of trees,
+    how the turns of a tree are weighted; None in other games. advantages: for an episode that was trained on, the
+    advantage of each turn of each rollout.
+    """
+    nothing: NumbersPerTurn = [None] * max(len(rollout.texts) for rollout in episode.rollouts)
+    weights = _compute_turn_weights(episode, settings) if settings else [nothing] * len(episode.rollouts)
+    turns, *children_turns = (
+        _record_turns(rollout, codec, *numbers)
+        for rollout, *numbers in zip(
+            episode.rollouts, weights, advantages or [nothing] * len(episode.rollouts), strict=True
+        )
+    )
+    return RecordedEpisode(
+        step=step,
+        level=episode.level_seed,
+        turns=turns,
+        success=episode.success,
+        stop_reason=episode.stop_reason.value,
+        score=episode.score,
+        children=tuple(
+            RecordedChild(child.parent_turn, turns, child.stop_reason.value, _cut(child.answer))
+            for child, turns in zip(episode.children, children_turns, strict=True)
+        ),
+        answer=_cut(episode.answer),
+        evidence=_cut("\n".join(episode.evidence) if episode.evidence else None),
+    )
+
+
+def record_trained_episodes(
+    episodes: Sequence[Episode],
+    prepared: PreparedBatch,
+    count: int,
+    step: int,
+    codec: Codec,
+    settings: AlgorithmConfig | None,
+) -> list[RecordedEpisode]:
+    """Record the first `count` episodes that a step trains on, with the mean advantage of the tokens of each turn.
+
+    episodes: the episodes that the filter kept, with which `prepared` begins, in this order. step, settings: see
+    `record_episode`. Rollouts that are not in the batch, such as children that are not trained, have no advantages.
+    """
+    recorded_episodes, numbers = [], dict[int, int]()
+    for place, episode in enumerate(episodes[:count]):
+        rollout = numbers[episode.group] = numbers.get(episode.group, -1) + 1
+        advantages = _average_advantages(prepared, place, episode)
+        recorded = record_episode(episode, step, codec, settings, advantages)
+        recorded_episodes.append(recorded._replace(rollout=rollout))
+    return recorded_episodes
+
+
+def _average_advantages(prepared: PreparedBatch, place: int, episode: Episode) -> list[NumbersPerTurn]:
+    """Average the advantages over each turn, for all rollouts of the episode at `place` in the batch."""
+    batch, advantages = prepared.batch, prepared.targets.advantages
+    rows = (batch.tree_ids == place).nonzero().squeeze(-1).tolist()
+    means: list[NumbersPerTurn] = []
+    for number, rollout in enumerate(episode.rollouts):
+        turns = range(len(rollout.texts))
+        if number >= len(rows):
+            means.append([None] * len(turns))
+            continue
+        row = rows[number]
+        of_turns = (advantages[row][batch.mask[row] & (batch.turns[row] == turn)] for turn in turns)
+        values = [float(of_turn.mean()) for of_turn in of_turns]
+        # A non-finite advantage only skips an update, so the run goes on, but a line cannot contain such a number.
+        means.append([value if math.isfinite(value) else None for value in values])
+    return means
+
+
+def _record_turns(
+    rollout: Episode, codec: Codec, weights: NumbersPerTurn, advantages: NumbersPerTurn
+) -> tuple[RecordedTurn, ...]:
+    turns = range(len(rollout.texts))
+    observations = codec.decode_all([rollout.tokens[(rollout.turns == turn) & ~rollout.mask] for turn in turns])
+    replies = codec.decode_all([rollout.tokens[(rollout.turns == turn) & rollout.mask] for turn in turns])
+    return tuple(
+        RecordedTurn(
+            observation=observations[turn],
+            reply=replies[turn],
+            actions=rollout.turn_actions[turn],
+            reward=float(rollout.turn_rewards[turn]),
+            valid=rollout.turn_validity[turn],
+            weight=weights[turn],
+            advantage=advantages[turn],
+        )
+        for turn in turns
+    )
+
+
+def _cut(text: str | None) -> str | None:
+    if text is None or len(text) <= MAX_ANSWER_CHARS:
+        return text
+    ending = f" ... ({len(text):,} characters)"
+    return text[: MAX_ANSWER_CHARS - len(ending)] + ending
+
+
+def _compute_turn_weights(episode: Episode, settings: AlgorithmConfig) -> list[NumbersPerTurn]:
+    """Compute the weight of each turn of each rollout in the loss of a tree."""
+    batch = collate([episode])
+    weights = compute_tree_weights(
+        batch.mask, batch.turns, batch.tree_ids, batch.is_root, settings.tree_weighting, settings.train_children
+    )
+    return [
+        [float(row_weights[row_turns == turn].sum()) for turn in range(len(rollout.texts))]
+        for rollout, row_weights, row_turns in zip(episode.rollouts, weights, batch.turns, strict=True)
+    ]

@@ -1,14 +1,21 @@
-"""The phases of a training step: decide at its start which are due, and measure how long they take."""
+"""The phases of a training step: which are due, how long they take, and their FLOP and MFU.
+
+MFU is relative to the matmul throughput measured on this machine.
+"""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
 
 from trainable.config.run_config import RunConfig
 from trainable.files.step_phase import STEP_PHASE
+from trainable.models.interface import Shape
+from trainable.models.qwen2_shape import estimate_forward_flops
+from trainable.rollout.episode import Batch, Episode
 
 Phase = Literal[
     "rollout", "values", "reference", "sync_weights", "update_critic", "update_actor", "gradient_analysis", "validation"
@@ -97,3 +104,85 @@ class PhaseTimer:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+BACKWARD_FACTOR = 2.0
+"""FLOP of a backward pass, relative to its forward pass. Each product of the forward pass needs two in the backward
+pass, for the gradients of its input and of its weight. Recomputed blocks and products of LoRA adapters do not count."""
+
+
+def estimate_rollout_flops(shape: Shape, episodes: Sequence[Episode]) -> float:
+    """Estimate the FLOP of sampling the episodes, with a KV cache across turns and one prefill per group's prompt."""
+    # The prompt ends at the first sampled token. The episodes of a group share it, but the children of a tree do not.
+    prompt_lengths = [int(episode.mask.argmax()) for episode in episodes]
+    distinct_prompts = {
+        (episode.group, episode.tokens[:length].tobytes()): length
+        for episode, length in zip(episodes, prompt_lengths, strict=True)
+    }
+    prefill_flops = sum(
+        estimate_forward_flops(shape, [length], output_tokens=0, output_size=0) for length in distinct_prompts.values()
+    )
+    reply_flops = (
+        estimate_forward_flops(
+            shape, [len(episode.tokens) - length], episode.response_tokens, shape.vocab_size, cached_tokens=length
+        )
+        for episode, length in zip(episodes, prompt_lengths, strict=True)
+    )
+    return sum(reply_flops, start=prefill_flops)
+
+
+def estimate_training_flops(shape: Shape, config: RunConfig, batch: Batch) -> dict[str, float]:
+    """Estimate the FLOP of each phase of training on `batch`, by its name. Phases that are off are left out."""
+    # A value head has one output, and its trunk costs as much as the policy's.
+    lengths, trained_tokens = batch.count_needed_tokens().tolist(), int(batch.mask.sum())
+    value_flops, policy_flops = (
+        estimate_forward_flops(shape, lengths, trained_tokens, outputs) for outputs in (1, shape.vocab_size)
+    )
+    # 1 is the forward pass. With adapters, the weights are frozen, so the backward pass needs no gradients of weights,
+    # which are half of its products.
+    update_factor = 1 + (BACKWARD_FACTOR / 2 if config.model.lora_rank else BACKWARD_FACTOR)
+    extra_forwards = config.actor.loss.needs_pass_before_step  # a bool: one forward pass of tpo, without gradients
+    phase_flops = {"update_actor": (update_factor + extra_forwards) * config.actor.ppo_epochs * policy_flops}
+    if config.algorithm.estimator.needs_critic:
+        phase_flops["values"] = value_flops
+        # On a shared trunk, the policy update also trains the value head, at next to no FLOP.
+        if not config.critic.shared_trunk:
+            phase_flops["update_critic"] = update_factor * config.critic.ppo_epochs * value_flops
+    if config.trains_with_reference:
+        phase_flops["reference"] = policy_flops
+    return phase_flops
+
+
+def compute_mfu(flops: Mapping[str, float], seconds: Mapping[str, float], peak_flops_per_s: float) -> dict[str, float]:
+    """Compute the MFU of each phase in `flops`: its FLOP per second, as a fraction of `peak_flops_per_s`.
+
+    Phases without `seconds`, which did not run in this step, are left out.
+    """
+    return {
+        phase: flop_count / seconds[phase] / peak_flops_per_s
+        for phase, flop_count in flops.items()
+        if seconds.get(phase)
+    }
+
+
+@cache
+def measure_peak_flops(device_type: str, dtype: torch.dtype) -> float:
+    """Measure the peak FLOP/s of matrix products on a device type (cpu, cuda): the best of ten, once per process."""
+    # Large enough to use the device fully, but quick: one product takes 1.1 TFLOP (cuda) or 0.3 GFLOP (cpu).
+    size = 8192 if device_type == "cuda" else 512
+    left, right = (torch.randn(size, size, device=device_type).to(dtype) for _ in range(2))
+    torch.mm(left, right)  # warm-up: the first call also pays for initialization
+    # The best instead of the mean, because other processes on the machine can only slow a product down.
+    return 2 * size**3 / min(time_call(lambda: torch.mm(left, right), device_type) for _ in range(10))
+
+
+def time_call(call: Callable[[], object], device_type: str) -> float:
+    """Measure the seconds that `call` takes, including the work that it queues on the device."""
+    # CUDA calls return before their work is done: wait for earlier work first, then for the work of `call`.
+    if device_type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if device_type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start

@@ -1,6 +1,6 @@
-"""Compute the targets of the losses (advantages and returns) from the rewards of episodes."""
+"""Select the groups of episodes that a step trains on, and compute the targets of their losses."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,14 +15,86 @@ from trainable.algo.advantages import (
     reinforce_plus_plus_baseline,
     rloo,
 )
-from trainable.algo.kl_control import apply_kl_penalty
-from trainable.algo.reductions import masked_whiten
-from trainable.algo.trees import compute_tree_weights
-from trainable.config.choices import ADVANTAGE_ESTIMATORS
+from trainable.algo.filters import ZERO_SCORE, Rule, compute_group_scores, parse_rule, select_groups
+from trainable.algo.losses import apply_kl_penalty
+from trainable.algo.reductions import compute_tree_weights, masked_whiten
+from trainable.config.choices import FILTER_STRATEGIES
 from trainable.config.own_parts import get_part
-from trainable.config.sections import AlgorithmConfig
+from trainable.config.sections import AlgorithmConfig, FilterConfig
 from trainable.ppo.update import Targets
-from trainable.rollout.batch import Batch, place_episode_scores
+from trainable.rollout.episode import Batch, Episode, place_episode_scores, reshape_by_group
+from trainable.runs.failures import NonFiniteError
+
+_MAX_GROUPS_SHOWN = 3
+"""Maximum number of groups that a message names."""
+
+
+class Selection(NamedTuple):
+    """The result of the filter.
+
+    episodes: of the selected groups, in order. groups_kept: the number of these groups. columns: the columns of the
+    row, about the spread of rewards before the filter, and how many groups it selected.
+    """
+
+    episodes: list[Episode]
+    groups_kept: int
+    columns: dict[str, float]
+
+
+def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_size: int) -> Selection:
+    """Select the groups to train on by their scores (see `FilterConfig`). The selection may be empty.
+
+    Raises NonFiniteError if scores or reward stds are not finite in float32, which huge penalties can cause.
+
+    episodes: complete groups of `group_size` consecutive episodes; `Episode.group` numbers the groups from 0.
+    """
+    rewards = reshape_by_group([episode.score for episode in episodes], group_size)
+    entropies = reshape_by_group([float(episode.entropies[episode.mask].mean()) for episode in episodes], group_size)
+    lengths = reshape_by_group([float(episode.response_tokens) for episode in episodes], group_size)
+    scores = compute_group_scores(settings.rollout_filter_metric, rewards, entropies, lengths)
+    # The std columns always describe the rewards, whatever the filter's metric, so that runs with different filters can
+    # be compared.
+    stds = compute_group_scores("reward_std", rewards)
+    _check_finite({"rewards": rewards, f"scores ({settings.rollout_filter_metric})": scores, "reward stds": stds})
+    is_largest, has_zero = settings.rollout_filter_type == "largest", settings.rollout_filter_include_zero
+    is_kept = select_groups(scores, _make_rule(settings), is_largest, has_zero)
+    groups_kept = int(is_kept.sum())
+    columns = {
+        "reward_std": float(stds.mean()),
+        "reward_std_max": float(stds.max()),
+        "zero_std_groups": int((stds <= ZERO_SCORE).sum()),
+        "groups": len(is_kept),
+        "groups_kept": groups_kept,
+        "kept_ratio": groups_kept / len(is_kept),
+        # The mean over no groups would be NaN. The column is documented as 0 in this case, which `groups_kept`
+        # distinguishes from a measured 0. Stop rules and comparisons of arms do not read it.
+        "reward_std_kept": float(stds[is_kept].mean()) if groups_kept else 0.0,
+    }
+    return Selection([episode for episode in episodes if is_kept[episode.group]], groups_kept, columns)
+
+
+def _make_rule(settings: FilterConfig) -> Rule:
+    """Make the rule of the strategy that `settings` selects."""
+    if settings.rollout_filter_strategy not in FILTER_STRATEGIES:
+        own_rule = get_part(settings.rollout_filter_strategy)
+        return lambda scores, largest, num_groups: own_rule(scores, settings.rollout_filter_value, largest)
+    return parse_rule(
+        settings.rollout_filter_strategy,
+        settings.rollout_filter_value,
+        settings.rollout_filter_top_p_prob_mode,
+        settings.rollout_filter_selection_eps,
+    )
+
+
+def _check_finite(group_tensors: Mapping[str, Tensor]) -> None:
+    """Raise NonFiniteError if a tensor (P, ...) is not finite, with its name and groups in which it is not."""
+    for name, tensor in group_tensors.items():
+        is_finite = torch.isfinite(tensor).reshape(len(tensor), -1).all(1)
+        if not bool(is_finite.all()):
+            groups = ", ".join(map(str, torch.where(~is_finite)[0].tolist()[:_MAX_GROUPS_SHOWN]))
+            raise NonFiniteError(
+                f"{name} were not finite in {int((~is_finite).sum())} of {len(tensor)} groups (such as {groups})"
+            )
 
 
 class PreparedBatch(NamedTuple):
@@ -85,12 +157,20 @@ def _compute_advantages(
             estimate = gae(rewards, values, batch.mask, settings.gamma, settings.lam)
         # As published. Critic-free estimators center or whiten themselves.
         return masked_whiten(estimate.advantages, batch.mask), estimate.returns
-    if settings.adv_estimator not in ADVANTAGE_ESTIMATORS:
-        own_estimator = get_part(settings.adv_estimator)
-        advantages = own_estimator(_compute_scores(batch, rewards), batch.group_ids, batch.mask)
+    groups = (_compute_scores(batch, rewards), batch.group_ids, batch.mask)
+    estimators: dict[str, Callable[[], Tensor]] = {
+        "grpo": lambda: grpo(*groups, settings.norm_adv_by_std_in_grpo),
+        "rloo": lambda: rloo(*groups),
+        "reinforce_plus_plus": lambda: reinforce_plus_plus(rewards, batch.mask, settings.gamma),
+        "reinforce_plus_plus_baseline": lambda: reinforce_plus_plus_baseline(*groups),
+        "group_skill": lambda: group_skill(*groups),
+    }
+    if settings.adv_estimator in estimators:
+        advantages = estimators[settings.adv_estimator]()
+    else:
         # A plug-in must not train tokens that were not sampled.
-        return torch.where(batch.mask, advantages.to(rewards.dtype), 0).detach(), torch.zeros_like(rewards)
-    return _CRITIC_FREE_ESTIMATORS[settings.adv_estimator](batch, rewards, settings), torch.zeros_like(rewards)
+        advantages = torch.where(batch.mask, get_part(settings.adv_estimator)(*groups).to(rewards.dtype), 0).detach()
+    return advantages, torch.zeros_like(rewards)
 
 
 def _compute_scores(batch: Batch, rewards: Tensor) -> Tensor:
@@ -112,20 +192,3 @@ def compute_tree_advantages(batch: Batch, scores: Tensor, norm_by_std: bool) -> 
     of_tree = torch.zeros(int(batch.tree_ids.max()) + 1, dtype=scores.dtype, device=scores.device)
     of_tree = of_tree.index_put((batch.tree_ids[roots],), root_advantages[:, 0])
     return torch.where(batch.mask, of_tree[batch.tree_ids][:, None], 0)
-
-
-_CRITIC_FREE_ESTIMATORS: Mapping[str, Callable[[Batch, Tensor, AlgorithmConfig], Tensor]] = {
-    "grpo": lambda batch, rewards, settings: grpo(
-        _compute_scores(batch, rewards), batch.group_ids, batch.mask, settings.norm_adv_by_std_in_grpo
-    ),
-    "rloo": lambda batch, rewards, settings: rloo(_compute_scores(batch, rewards), batch.group_ids, batch.mask),
-    "reinforce_plus_plus": lambda batch, rewards, settings: reinforce_plus_plus(rewards, batch.mask, settings.gamma),
-    "reinforce_plus_plus_baseline": lambda batch, rewards, settings: reinforce_plus_plus_baseline(
-        _compute_scores(batch, rewards), batch.group_ids, batch.mask
-    ),
-    "group_skill": lambda batch, rewards, settings: group_skill(
-        _compute_scores(batch, rewards), batch.group_ids, batch.mask
-    ),
-}
-"""Estimators without a critic, by adv_estimator: functions of batch, rewards (B, T) and settings that return advantages
-(B, T). Estimators over groups read the sum of an episode's rewards, so a KL penalty affects them, too."""

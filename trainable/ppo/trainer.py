@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, fields, replace
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
@@ -13,12 +12,11 @@ from torch import Tensor, nn
 
 from trainable.algo.batching import adjust_copy
 from trainable.algo.filters import compute_filter_loss_scale
-from trainable.algo.kl_control import AdaptiveKLController
-from trainable.algo.losses import estimate_kl
+from trainable.algo.losses import adapt_kl_coef, estimate_kl
 from trainable.algo.reductions import masked_mean
 from trainable.backend.host_swap import HostSwap
 from trainable.backend.make import make_backends
-from trainable.backend.meter import Meter
+from trainable.backend.meter import Meter, add_step, check_finite
 from trainable.backend.world import SINGLE_PROCESS, World, compute_local_range, skip_child_seeds
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import AlgorithmConfig
@@ -31,48 +29,47 @@ from trainable.models.interface import LanguageModel, ValueModel
 from trainable.models.load import Policy, check_fingerprint, make_codec, pick_device, prepare_device
 from trainable.models.networks import make_networks
 from trainable.ppo.evaluation import (
+    Columns,
     Evaluation,
     estimate_mean_kl,
     make_evaluation,
     make_evaluation_key,
     measure_episodes,
     number_classes,
+    record_episode,
+    record_trained_episodes,
     summarize_batch,
     summarize_rollout,
     summarize_validation,
 )
-from trainable.ppo.filtering import Selection, filter_episodes
-from trainable.ppo.flops import compute_mfu, estimate_rollout_flops, estimate_training_flops, measure_peak_flops
-from trainable.ppo.phases import Clock, PhaseTimer, StepPlan, plan_step
-from trainable.ppo.recording import record_episode, record_trained_episodes
-from trainable.ppo.step_record import (
-    BatchSummary,
-    Budget,
-    EngineMismatch,
-    FinalEvaluation,
-    Number,
-    StepRecord,
-    StepTiming,
+from trainable.ppo.phases import (
+    Clock,
+    PhaseTimer,
+    StepPlan,
+    compute_mfu,
+    estimate_rollout_flops,
+    estimate_training_flops,
+    measure_peak_flops,
+    plan_step,
 )
-from trainable.ppo.targets import PreparedBatch, make_targets
+from trainable.ppo.targets import PreparedBatch, Selection, filter_episodes, make_targets
 from trainable.ppo.update import ActorUpdate, TokenFunction, compute_at_trained_tokens, update_critic
-from trainable.rollout.batch import Batch, collate, make_update_order
 from trainable.rollout.engine import Engine, make_engine, make_evaluation_engine
-from trainable.rollout.episode import Episode, list_rollouts, replace_rollouts
-from trainable.rollout.episode_loop import RolloutRequest
-from trainable.rollout.players import make_player
+from trainable.rollout.episode import Batch, Episode, collate, list_rollouts, make_update_order, replace_rollouts
+from trainable.rollout.episode_loop import RolloutRequest, make_player
 from trainable.rollout.sampler import SamplingParams
 from trainable.runs.episode_lines import RecordedEpisode
 from trainable.runs.failures import NonFiniteError
 from trainable.runs.flat_state import get_shapes
-from trainable.runs.nonfinite import add_step, check_finite
 from trainable.runs.run_files import Row
 
 SHARED_VALUE_WEIGHT = 0.01
 """Weight of the value loss on a shared trunk. Scores reach 10.9, so squared errors reach about 100, and would dwarf the
 policy loss without a weight."""
-
-
+BUDGET_COLUMNS = ("optimizer_steps", "env_steps", "sampled_tokens", "trained_tokens")
+"""Filters change these numbers, so comparisons of filters must report them."""
+MISMATCH_COLUMNS = ("engine_mismatch_mean", "engine_mismatch_max", "engine_kl", "engine_ess_fraction")
+"""The columns of a `LogprobMismatch`."""
 BASE_EVALUATIONS: dict[str, list[Evaluation]] = {}
 """The validations of untrained policies in this process, by key (see `make_evaluation_key`). On the CPU, a process
 trains several runs, and runs of a seed share their first policy."""
@@ -81,20 +78,16 @@ MAX_BASE_EVALUATIONS = 32
 
 
 class StepOutput(NamedTuple):
-    """The results of a step: its record, its evaluations, and the lines of its gradient analysis, if there was one.
+    """The results of a step: its row, its evaluations, and the lines of its gradient analysis, if there was one.
 
-    trained_episodes: some of the episodes that it trained on, as texts.
+    row: the columns that the step measured (`records.STEP_COLUMNS`). trained_episodes: some of the episodes that it
+    trained on, as texts.
     """
 
-    record: StepRecord
+    row: Row
     evaluations: list[Evaluation]
     gradients: list[Row]
     trained_episodes: list[RecordedEpisode]
-
-    @property
-    def row(self) -> dict[str, Number]:
-        """The columns that the step measured."""
-        return self.record.to_row()
 
 
 class Diagnostics(NamedTuple):
@@ -115,7 +108,7 @@ NO_DIAGNOSTICS = Diagnostics()
 
 
 class PPOTrainer:
-    """Trains one run. Owns its policy, critic, reference and levels. `step()` trains one step and returns its record.
+    """Trains one run. Owns its policy, critic, reference and levels. `step()` trains one step and returns its row.
 
     Every random number is a function of config.seed, its purpose and the step, so a trainer that is restored after step
     t continues exactly like one that was never interrupted.
@@ -140,14 +133,12 @@ class PPOTrainer:
         if config.trainer.swap_to_host and networks.has_own_reference:
             weights = list(cast(nn.Module, self.reference).parameters())
             self._reference_swap = HostSwap(lambda: weights, self.device)
-        kl_settings = config.algorithm.kl_ctrl
-        horizon = kl_settings.horizon if kl_settings.type == "adaptive" else None  # None keeps the coefficient fixed
-        self.kl_controller = AdaptiveKLController(kl_settings.kl_coef, kl_settings.target_kl, horizon)
+        self.kl_coef = config.algorithm.kl_ctrl.kl_coef
         self.step_index = self.consecutive_empty_steps = self.consecutive_nonfinite_steps = 0
         self.seconds_total = 0.0
         # The collapse diagnostics read and replace these. They are kept here so that checkpoints include them.
         self.collapse_averages: Mapping[str, Mapping[str, float]] = {}
-        self.total_budget = Budget(optimizer_steps=0, env_steps=0, sampled_tokens=0, trained_tokens=0)
+        self.total_budget = dict.fromkeys(BUDGET_COLUMNS, 0)
         self._set_up_environment(policy)
 
     def _set_up_environment(self, policy: Policy) -> None:
@@ -175,7 +166,7 @@ class PPOTrainer:
     def step(self, before_update: Callable[[], None] = lambda: None) -> StepOutput:
         """Train one step, in the published order. Comments in the code refer to the numbers of this list.
 
-        0. Before the first step, validate the base policy, unless an earlier run of this process has done so.
+        0. Before the first step, validate the base policy.
         1. Roll out P x G episodes, and compute the collapse diagnostics with the policy that sampled them.
         2. Filter the groups by their scores. If the filter keeps no group, there is no batch to train on.
         3. to 6. Make a batch, its values, its reference log-probs, and its advantages and returns.
@@ -185,11 +176,11 @@ class PPOTrainer:
 
         before_update: called before 7, which first changes the tensors that `get_state` returned.
 
-        A step without a batch has a record, and a validation if due, but no updates. Raises NonFiniteError if the run
+        A step without a batch has a row, and a validation if due, but no updates. Raises NonFiniteError if the run
         cannot continue (see `check_finite`), and EngineMismatchError if the engine's log-probs differ after a sync.
         """
         clock, timer, config = Clock(), PhaseTimer(self.device), self.config
-        # A restored trainer is past step 0, so each run validates the base policy once.
+        # A restored trainer is past step 0, so each run has the base policy's validation once.
         is_first = self.step_index == 0 and config.trainer.val_before_train
         base_evaluations = self._validate_base(timer) if is_first else []  # 0
         # After the validation, which belongs to step 0.
@@ -212,31 +203,35 @@ class PPOTrainer:
         policy_meter = self._update_policy(prepared, timer) if prepared and plan.policy else None  # 8
         update = self._end_update(prepared, critic_meter, policy_meter, plan, timer) if prepared else {}
         evaluations = self._validate(timer, "sampled") if plan.validation else []  # 9
-        batch_summary, trained_episodes = None, list[RecordedEpisode]()
+        batch_columns, trained_episodes = Columns(), list[RecordedEpisode]()
         if prepared:
             batch, targets, rollouts = prepared.batch, prepared.targets, list_rollouts(selection.episodes)
-            batch_summary = summarize_batch(batch, targets, rollouts, plan.values, config.rollout.has_entropies)
+            batch_columns = summarize_batch(batch, targets, rollouts, plan.values, config.rollout.has_entropies)
             num_recorded = config.trainer.log_train_generations if plan.validation else 0
             trained_episodes = record_trained_episodes(
                 selection.episodes, prepared, num_recorded, self.step_index, self.codec, self._tree_settings
             )
-        budget = self._count_budget(episodes, policy_meter, batch_summary)
-        record = StepRecord(
-            rollout=summarize_rollout(episodes, config.env.group_size),
-            filter=selection.decision,
-            consecutive_empty_steps=self.consecutive_empty_steps,
-            budget=budget,
-            total_budget=self.total_budget,
-            timing=self._measure_timing(clock, timer, episodes, prepared),
-            engine_mismatch=EngineMismatch(prompt_mismatch, *(mismatch or ())),
-            batch=batch_summary,
-            update=update,
-            base_validation=summarize_validation(base_evaluations, self.is_val_unseen),
-            validation=summarize_validation(evaluations, self.is_val_unseen),
-            collapse=collapse,
-            measures=self._collect_measures(episodes, base_evaluations, evaluations),
-        )
-        return StepOutput(record, [*base_evaluations, *evaluations], gradients, trained_episodes)
+        base_columns = summarize_validation(base_evaluations, self.is_val_unseen)
+        budget = self._count_budget(episodes, policy_meter, prepared)
+        columns: Columns = {
+            "consecutive_empty_steps": self.consecutive_empty_steps,
+            **update,
+            **collapse,
+            **self._collect_measures(episodes, base_evaluations, evaluations),
+            **summarize_rollout(episodes, config.env.group_size),
+            "engine_prompt_mismatch": prompt_mismatch,
+            **dict(zip(MISMATCH_COLUMNS, mismatch or (), strict=False)),
+            **selection.columns,
+            **batch_columns,
+            **summarize_validation(evaluations, self.is_val_unseen),
+            **budget,
+            **{f"total_{name}": number for name, number in self.total_budget.items()},
+            **{f"base_{name}": number for name, number in base_columns.items()},
+            **self._measure_timing(clock, timer, episodes, prepared),
+            "tokens_per_second": budget["sampled_tokens"] / timer.seconds["rollout"],
+        }
+        row = {name: number for name, number in columns.items() if number is not None}
+        return StepOutput(row, [*base_evaluations, *evaluations], gradients, trained_episodes)
 
     @property
     def _tree_settings(self) -> AlgorithmConfig | None:
@@ -333,7 +328,7 @@ class PPOTrainer:
 
     def _prepare_selected(self, selection: Selection, timer: PhaseTimer) -> PreparedBatch:
         """Make the batch of the current step from the selected groups."""
-        rng, groups_kept = make_rng(self.config.seed, "duplicates", self.step_index), selection.decision.groups_kept
+        rng, groups_kept = make_rng(self.config.seed, "duplicates", self.step_index), selection.groups_kept
         return self.prepare_batch(selection.episodes, groups_kept, self.config.env.env_groups, rng, timer)
 
     def prepare_batch(
@@ -367,7 +362,7 @@ class PPOTrainer:
             values,
             ref_logprobs,
             config.algorithm,
-            self.kl_controller.coef,
+            self.kl_coef,
             filter_scale,
             config.env.kind.has_trees,
         )  # 6
@@ -415,7 +410,7 @@ class PPOTrainer:
         with timer.measure("sync_weights"):
             self.engine.sync_weights(self.step_index)
         means = {name: mean for meter in meters for name, mean in meter.compute_means().items()}
-        coefficient = self._update_kl_controller(prepared) if plan.kl_control else None
+        coefficient = self._update_kl_coef(prepared) if plan.kl_control else None
         return {**means, "nonfinite_updates": skipped_steps, "kl_in_reward_coef": coefficient}
 
     def make_actor_update(self) -> ActorUpdate:
@@ -469,18 +464,21 @@ class PPOTrainer:
         """Make the context of `_load_reference` if the policy loss reads the reference, as only the exact KL does."""
         return self._load_reference() if self.config.actor.reads_reference_distribution else nullcontext()
 
-    def _update_kl_controller(self, prepared: PreparedBatch) -> float:
+    def _update_kl_coef(self, prepared: PreparedBatch) -> float:
         """Adapt the coefficient of the KL in the reward for the next step, and return the coefficient of this step."""
         batch, ref_logprobs, config = prepared.batch, prepared.targets.ref_logprobs, self.config
         assert ref_logprobs is not None  # a run with a KL in the reward has a reference
-        coefficient = self.kl_controller.coef
+        coefficient, control = self.kl_coef, config.algorithm.kl_ctrl
         measured_kl = float(
             masked_mean(estimate_kl(batch.logprobs, ref_logprobs, config.algorithm.kl_penalty), batch.mask)
         )
         # An adaptive coefficient would become NaN, and so would the rewards of all later steps.
         if not math.isfinite(measured_kl):
             raise NonFiniteError(f"the KL in the reward was not finite in step {self.step_index}")
-        self.kl_controller = self.kl_controller.update(measured_kl, len(batch.lengths))
+        if control.type == "adaptive":
+            self.kl_coef = adapt_kl_coef(
+                coefficient, measured_kl, control.target_kl, len(batch.lengths), control.horizon
+            )
         return coefficient
 
     # ------------------------------------------------------------------ evaluation
@@ -505,22 +503,30 @@ class PPOTrainer:
         with timer.measure("validation"):
             return [self.evaluate("val", mode) for mode in modes]
 
-    def evaluate_final(self) -> tuple[FinalEvaluation, list[Evaluation]]:
+    def evaluate_final(self, row: Row | None = None) -> tuple[Row, list[Evaluation]]:
         """Evaluate at the end of a run: validation levels greedy, and test levels both sampled and greedy.
 
-        Sampled validations are part of the training steps (see `plan_step`).
+        Sampled validations are part of the training steps (see `plan_step`). row: the last row of the run. Returns it
+        with the results, and with the time of the evaluation, which counts as validation.
         """
-        clock = Clock()
+        clock, row = Clock(), row or {}
         STEP_PHASE.enter("final evaluation")
         greedy_evaluation = self.evaluate("val", "greedy")
         test_evaluations = [self.evaluate("test", mode) for mode in ("sampled", "greedy")] if self.test_levels else []
         test_success, test_greedy_success = [evaluation.success for evaluation in test_evaluations] or (None, None)
         seconds, cpu_seconds = clock.read()
         self.seconds_total += seconds
-        final_evaluation = FinalEvaluation(
-            greedy_evaluation.success, test_success, test_greedy_success, seconds, cpu_seconds
-        )
-        return final_evaluation, [greedy_evaluation, *test_evaluations]
+        added_times = dict.fromkeys(("seconds_validation", "seconds_step", "seconds_total"), seconds)
+        final_row = {
+            **row,
+            "val_greedy_success": greedy_evaluation.success,
+            "test_success": test_success,
+            "test_greedy_success": test_greedy_success,
+            # The last step may have had no validation.
+            **{name: row.get(name, 0.0) + time for name, time in added_times.items()},
+            "cpu_seconds_step": row.get("cpu_seconds_step", 0.0) + cpu_seconds,
+        }
+        return final_row, [greedy_evaluation, *test_evaluations]
 
     def evaluate(self, split: str, mode: str) -> Evaluation:
         """Roll out all levels of `split` (val, test) in `mode` (sampled, greedy), without training.
@@ -575,23 +581,27 @@ class PPOTrainer:
     # ------------------------------------------------------------------ budget and timing
 
     def _count_budget(
-        self, episodes: Sequence[Episode], policy_meter: Meter | None, batch_summary: BatchSummary | None
-    ) -> Budget:
-        """Count the budget of this step, and add it to the total of the run."""
-        budget = Budget(
-            optimizer_steps=policy_meter.optimizer_steps - policy_meter.skipped_steps if policy_meter else 0,
-            env_steps=sum(episode.actions for episode in episodes),
-            sampled_tokens=sum(rollout.response_tokens for rollout in list_rollouts(episodes)),
+        self, episodes: Sequence[Episode], policy_meter: Meter | None, prepared: PreparedBatch | None
+    ) -> dict[str, int]:
+        """Count the BUDGET_COLUMNS of this step, and add them to the totals of the run."""
+        numbers = (
+            policy_meter.optimizer_steps - policy_meter.skipped_steps if policy_meter else 0,
+            sum(episode.actions for episode in episodes),
+            sum(rollout.response_tokens for rollout in list_rollouts(episodes)),
             # Including copies of episodes in the batch, since they are trained on.
-            trained_tokens=batch_summary.trained_tokens if batch_summary else 0,
+            int(prepared.batch.mask.sum()) if prepared else 0,
         )
-        self.total_budget = self.total_budget.add(budget)
+        budget = dict(zip(BUDGET_COLUMNS, numbers, strict=True))
+        self.total_budget = {name: number + budget[name] for name, number in self.total_budget.items()}
         return budget
 
     def _measure_timing(
         self, clock: Clock, timer: PhaseTimer, episodes: Sequence[Episode], prepared: PreparedBatch | None
-    ) -> StepTiming:
-        """Measure seconds and MFU of the step's phases, and add the seconds of the step to the total of the run."""
+    ) -> dict[str, float]:
+        """Measure seconds and MFU of the step's phases, and add the seconds of the step to the total of the run.
+
+        Phases that did not run have no columns.
+        """
         flops = {"rollout": estimate_rollout_flops(self.model.shape, list_rollouts(episodes))}
         flops |= estimate_training_flops(self.model.shape, self.config, prepared.batch) if prepared else {}
         peak_flops_per_s = measure_peak_flops(self.device.type, self.model.model.pass_settings.dtype)
@@ -599,7 +609,14 @@ class PPOTrainer:
         mfu = compute_mfu(flops, timer.seconds, peak_flops_per_s * self.world.size)
         seconds, cpu_seconds = clock.read()
         self.seconds_total += seconds
-        return StepTiming(timer.seconds, mfu, peak_flops_per_s, seconds, cpu_seconds, self.seconds_total)
+        return {
+            **{f"seconds_{phase}": phase_seconds for phase, phase_seconds in timer.seconds.items()},
+            **{f"mfu_{phase}": fraction for phase, fraction in mfu.items()},
+            "peak_flops_per_s": peak_flops_per_s,
+            "seconds_step": seconds,
+            "cpu_seconds_step": cpu_seconds,
+            "seconds_total": self.seconds_total,
+        }
 
     def close(self) -> None:
         """Close the engine. Afterwards, the trainer cannot sample."""
@@ -620,8 +637,8 @@ class PPOTrainer:
             "nonfinite_in_a_row": self.consecutive_nonfinite_steps,
             "synced_step": self.engine.synced_step,
             "seconds_total": self.seconds_total,
-            "totals": asdict(self.total_budget),
-            "kl_coef": self.kl_controller.coef,
+            "totals": self.total_budget,
+            "kl_coef": self.kl_coef,
             "collapse_averages": self.collapse_averages,
             # Adapters fit only the base on which they were trained. Full weights need no base.
             **({} if self.base_fingerprint is None else {"base": self.base_fingerprint}),
@@ -645,7 +662,7 @@ class PPOTrainer:
             )
             synced_step = int(values.get("synced_step", step))  # older states lack it
             seconds, coef = float(values["seconds_total"]), float(values["kl_coef"])
-            total_budget = Budget(**{item.name: int(values["totals"][item.name]) for item in fields(Budget)})
+            total_budget = {name: int(values["totals"][name]) for name in BUDGET_COLUMNS}
             averages = {
                 label: {name: float(std) for name, std in stds.items()}
                 for label, stds in values["collapse_averages"].items()
@@ -657,6 +674,6 @@ class PPOTrainer:
         self.step_index = step
         self.consecutive_empty_steps, self.consecutive_nonfinite_steps = empty_steps, nonfinite_steps
         self.seconds_total, self.total_budget, self.collapse_averages = seconds, total_budget, averages
-        self.kl_controller = replace(self.kl_controller, coef=coef)
+        self.kl_coef = coef
         # An engine with its own copy still has the weights of the base model.
         self.engine.sync_weights(synced_step)

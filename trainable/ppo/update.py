@@ -15,8 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from trainable.algo.batching import split_by_tokens
-from trainable.algo.importance import ImportanceCorrection, compute_importance_weights
-from trainable.algo.losses import compute_log_ratio, estimate_kl, ppo_clip_loss, value_clip_loss
+from trainable.algo.losses import (
+    compute_importance_weights,
+    compute_log_ratio,
+    estimate_kl,
+    ppo_clip_loss,
+    value_clip_loss,
+)
 from trainable.algo.reductions import compute_loss_weights
 from trainable.algo.target_policy import target_policy_loss
 from trainable.algo.vocabulary import compute_token_statistics, logprobs_from_hidden
@@ -29,7 +34,7 @@ from trainable.config.own_parts import get_part
 from trainable.config.sections import ActorConfig, CriticConfig, OptimConfig
 from trainable.files.step_phase import STEP_PHASE
 from trainable.models.interface import LanguageModel, Trunk, ValueModel
-from trainable.rollout.batch import Batch
+from trainable.rollout.episode import Batch
 
 
 class Targets(NamedTuple):
@@ -378,11 +383,14 @@ class ActorUpdate:
         # sampled tokens. RunConfig rejects them for tpo, which weights sequences.
         if settings.tis_imp_ratio_cap is not None:
             batch, (unit, kind) = inputs.batch, settings.tis_mode.split("_")
-            correction = ImportanceCorrection(
-                settings.tis_imp_ratio_cap, settings.tis_imp_ratio_floor, unit == "sequence", kind == "mask"
-            )
             engine_weights, is_clipped = compute_importance_weights(
-                batch.logprobs, batch.engine_logprobs, batch.mask, correction
+                batch.logprobs,
+                batch.engine_logprobs,
+                batch.mask,
+                settings.tis_imp_ratio_cap,
+                settings.tis_imp_ratio_floor,
+                is_sequence=unit == "sequence",
+                is_mask=kind == "mask",
             )
             weights = weights * inputs.select_trained(engine_weights)
             token_sums["tis_clipfrac"] = inputs.select_trained(is_clipped).sum()

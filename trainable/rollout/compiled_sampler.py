@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from trainable.config.model_limits import find_size_obstacle
 from trainable.kernels.compiled import (
     BLOCK_TOKENS,
     VECTOR,
@@ -20,18 +19,17 @@ from trainable.kernels.compiled import (
 )
 from trainable.models.interface import LanguageModel
 from trainable.models.qwen2 import Qwen2, compute_rotary_halves
-from trainable.models.qwen2_shape import Qwen2Shape
+from trainable.models.qwen2_shape import Qwen2Shape, find_size_obstacle
 from trainable.rollout.sampler import Conversation, RowStreams, SampledReply, SamplingParams, check_entropies
 
-FIRST_REPLIES = 4
-"""Initial size of a cache, in replies of full length."""
+FIRST_REPLIES = 8
+"""Initial size of a cache, in replies of full length: enough for most conversations, since growing copies the cache."""
 
 
 class CompiledSampler:
     """Samples from the trainer's own model. Raises ValueError if compiled code cannot run the model.
 
-    Weights are read when a conversation starts and must not change before it ends. longest_conversation: slots per row
-    of the largest cache so far.
+    Weights are read when a conversation starts and must not change before it ends.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -44,13 +42,12 @@ class CompiledSampler:
         for block in model.model.blocks:
             block.list_weights()  # raises ValueError if there are adapters
         self.model = model
-        self.longest_conversation = 0
 
     def start_conversation(
         self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
     ) -> Conversation:
         """Start a conversation (see `Sampler.start_conversation`)."""
-        return CompiledConversation(self, prompts, group_size, params, rng)
+        return CompiledConversation(self.model, prompts, group_size, params, rng)
 
 
 def _find_obstacle(model: LanguageModel) -> str:
@@ -72,22 +69,18 @@ class CompiledConversation(Conversation):
 
     def __init__(
         self,
-        sampler: CompiledSampler,
+        model: Qwen2,
         prompts: Sequence[Sequence[int]],
         group_size: int,
         params: SamplingParams,
         rng: RowStreams,
     ) -> None:
-        self.sampler, self.params = sampler, params
-        self.shape = sampler.model.shape
-        self.weights = pack_weights(sampler.model)
+        self.params, self.shape, self.weights = params, model.shape, pack_weights(model)
         num_rows = len(prompts) * group_size
         self.row_rngs = rng.spawn(num_rows)
         self.pending_tokens = np.full(num_rows, -1)
         longest = max(map(len, prompts))
-        # Growing copies the cache, which took a fifth of a validation's time. So start with the largest size so far, or
-        # in a sampler's first conversation with room for a few turns.
-        slots = max(longest + FIRST_REPLIES * params.max_new_tokens, sampler.longest_conversation)
+        slots = longest + FIRST_REPLIES * params.max_new_tokens
         # Each prompt is read once for its group.
         prompt_slots = slots if group_size == 1 else longest
         self.cache, self.scratch = self._make_cache(len(prompts), prompt_slots), make_scratch(self.shape, prompt_slots)
@@ -201,7 +194,6 @@ class CompiledConversation(Conversation):
         """Replace the cache by one with `slots` slots and each row repeated `copies` times."""
         old, (_, rows, _, _, old_slots) = self.cache, self.cache.keys.shape
         self.cache, self.scratch = self._make_cache(rows * copies, slots), make_scratch(self.shape, slots)
-        self.sampler.longest_conversation = max(self.sampler.longest_conversation, slots)
         self.cache.keys[..., :old_slots] = old.keys.repeat(copies, axis=1)
         self.cache.values[..., :old_slots, :] = old.values.repeat(copies, axis=1)
 

@@ -7,10 +7,11 @@ engine's. This mismatch never ends a run: rounding alone makes it grow when a po
 a study is about.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,15 +27,67 @@ from trainable.files.step_phase import STEP_PHASE
 from trainable.models.interface import LanguageModel, Shape
 from trainable.models.load import Policy, allow_for_engine, load_policy, make_pass_settings
 from trainable.models.lora import get_base_weights, iter_hub_weights
-from trainable.rollout.batch import collate
-from trainable.rollout.episode import Episode
+from trainable.rollout.episode import Episode, collate
 from trainable.rollout.kv_cache_size import compute_conversation_kv_bytes, compute_step_kv_bytes
-from trainable.rollout.logprob_mismatch import LogprobMismatch, check_mismatch, measure_mismatch
 from trainable.rollout.sampler import Conversation, RowStreams, Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
+from trainable.runs.failures import NonFiniteError
 
 if TYPE_CHECKING:
     from trainable.rollout.vllm_sampler import VllmSampler  # it needs an optional package
+
+
+class EngineMismatchError(ArithmeticError):
+    """The engine's log-probs of the fixed prompt differ from the trainer's: its weights differ, so no retry helps."""
+
+
+class LogprobMismatch(NamedTuple):
+    """Mismatch over N sampled tokens, with d = trainer's log-prob minus engine's log-prob.
+
+    mean_abs, max_abs: mean and maximum of |d|, in nats. kl: KL(engine || trainer) in nats per token, estimated as the
+    mean of exp(d) - 1 - d (k3, Schulman 2020), which is never negative. ess_fraction: effective sample size of the
+    weights w = exp(d), as a fraction of N: (sum w)^2 / (N sum w^2), in (0, 1] (Kish 1965); 1 if all weights are equal.
+    """
+
+    mean_abs: float
+    max_abs: float
+    kl: float
+    ess_fraction: float
+
+
+def measure_mismatch(trainer_logprobs: Tensor, engine_logprobs: Tensor, step: int) -> LogprobMismatch:
+    """Compare log-probs (N,) of the same N >= 1 tokens, sampled in `step` at the same temperature.
+
+    Raises NonFiniteError if log-probs are not finite, since this is not a mismatch.
+    """
+    log_probs = {"trainer": trainer_logprobs, "engine": engine_logprobs}
+    names = [name for name, values in log_probs.items() if not bool(torch.isfinite(values).all())]
+    if names:
+        raise NonFiniteError(f"log-probs of the {' and the '.join(names)} were not finite at step {step}")
+    difference = trainer_logprobs.double() - engine_logprobs.double()
+    # Subtract the maximum to prevent overflow. A common factor does not change the effective sample size.
+    weights = (difference - difference.max()).exp()
+    return LogprobMismatch(
+        mean_abs=float(difference.abs().mean()),
+        max_abs=float(difference.abs().max()),
+        kl=float((torch.expm1(difference) - difference).mean()),  # KL(engine || trainer): tokens are the engine's
+        ess_fraction=float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())),
+    )
+
+
+def check_mismatch(mean_abs: float, tolerance: float, step: int) -> None:
+    """Raise EngineMismatchError if the mean |difference| at `step`, in nats, is above `tolerance` or not a number."""
+    if mean_abs <= tolerance:  # not `>` and raise: a comparison with NaN is False
+        return
+    tolerance_text = f"{2 * mean_abs:.1g}" if math.isfinite(mean_abs) else "N"
+    raise EngineMismatchError(
+        f"After the sync of step {step} the engine's log-probs of a fixed prompt differ from the trainer's by "
+        f"{mean_abs:.3g} nats per token on average, and {tolerance:g} is allowed: the engine samples from other "
+        f"weights than the trainer trains. Check that the weights were synced to the engine. If only rounding differs, "
+        f"raise the limit with --set rollout.logprob_tolerance={tolerance_text}, or compute in higher "
+        f"precision with --set model.dtype=float32."
+    )
+
 
 STARTING_UTILIZATION = 0.01
 """Fraction of a GPU that must be free when vLLM starts with a KV cache of a given size. vLLM does not use it otherwise,
@@ -277,11 +330,10 @@ def _compute_cache_bytes(config: RunConfig, shape: Shape, context_length: int) -
 
     They suffice for at least one conversation of `context_length` tokens, without which vLLM does not start.
     """
-    dtype_bytes, ranks = getattr(torch, config.model.dtype).itemsize, max(1, int(config.trainer.n_gpus_per_node))
-    cache_bytes = compute_step_kv_bytes(shape, config, dtype_bytes, ranks)
+    cache_bytes = compute_step_kv_bytes(shape, config)
     if config.rollout.kv_cache_gib is not None:
         cache_bytes = int(config.rollout.kv_cache_gib * 2**30)
-    return max(cache_bytes, compute_conversation_kv_bytes(shape, dtype_bytes, context_length))
+    return max(cache_bytes, compute_conversation_kv_bytes(shape, config, context_length))
 
 
 def make_engine(

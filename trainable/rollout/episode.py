@@ -1,11 +1,17 @@
-"""Episodes: the results of rollouts, with a mask of sampled tokens."""
+"""Episodes: records of rollouts, their transcripts while they are played, and batches of padded tensors."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trainable.algo.batching import order_by_group, order_length_stratified
+from trainable.rollout.sampler import SampledReply
 
 
 class StopReason(StrEnum):
@@ -105,3 +111,175 @@ def replace_rollouts(episodes: Sequence[Episode], rollouts: Sequence[Episode]) -
         next(replacements)._replace(children=tuple(next(replacements) for _ in episode.children))
         for episode in episodes
     ]
+
+
+@dataclass
+class Transcript:
+    """Prompts and replies in turn.
+
+    tokens, replies, turns: one entry per message; `replies` has None for prompts. texts: of the replies. length: tokens
+    of all messages so far.
+    """
+
+    tokens: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    replies: list[SampledReply | None] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    length: int = 0
+
+    @property
+    def num_turns(self) -> int:
+        """Number of replies so far."""
+        return len(self.texts)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the last message ends with its end marker, which the chat format needs between messages.
+
+        A reply that was cut at its maximum length has none.
+        """
+        last_reply = self.replies[-1]
+        return last_reply is not None and last_reply.finished
+
+    def append_prompt(self, ids: Sequence[int]) -> None:
+        """Append the tokens that the policy reads before its next reply."""
+        self._append(np.asarray(ids, dtype=np.int64), None)
+
+    def append_prompt_if_it_fits(self, ids: Sequence[int], response_length: int, context_length: int) -> bool:
+        """Append a prompt unless it and a reply of full length exceed the context; return whether it was appended."""
+        if self.length + len(ids) + response_length > context_length:
+            return False
+        self.append_prompt(ids)
+        return True
+
+    def append_reply(self, reply: SampledReply, text: str) -> None:
+        """Append a sampled reply with its text."""
+        self._append(np.asarray(reply.token_ids, dtype=np.int64), reply)
+        self.texts.append(text)
+
+    def _append(self, ids: npt.NDArray[np.int64], reply: SampledReply | None) -> None:
+        self.tokens.append(ids)
+        self.replies.append(reply)
+        self.turns.append(self.num_turns)
+        self.length += len(ids)
+
+    def make_arrays(self) -> dict[str, Any]:
+        """Concatenate the tokens of all messages, as in `Episode`. Log-probs and entropies of prompts are 0."""
+        mask, turns = np.zeros(self.length, dtype=bool), np.zeros(self.length, dtype=np.int64)
+        logprobs, entropies = np.zeros(self.length, dtype=np.float32), np.zeros(self.length, dtype=np.float32)
+        end = 0
+        for ids, reply, turn in zip(self.tokens, self.replies, self.turns, strict=True):
+            start, end = end, end + len(ids)
+            turns[start:end] = turn
+            if reply is not None:
+                mask[start:end], logprobs[start:end], entropies[start:end] = True, reply.logprobs, reply.entropies
+        return {
+            "tokens": np.concatenate(self.tokens),
+            "mask": mask,
+            "logprobs": logprobs,
+            "entropies": entropies,
+            "turns": turns,
+        }
+
+
+class Batch(NamedTuple):
+    """B episodes, padded on the right to T tokens. Position t of every (B, T) tensor belongs to token t.
+
+    tokens: int64 ids. mask: bool, True for sampled tokens, which are trained. logprobs: float32, log-prob of each
+    sampled token under the sampling policy, in nats; 0 elsewhere. turns: int64, number of the turn, from 0. rewards:
+    float32, the reward of each turn at its last sampled token. group_ids: (B,) int64, equal for the rollouts of one
+    level. scores: (B,) float32, score of each episode. lengths: (B,) int64, tokens without padding. tree_ids: (B,)
+    int64, equal for an episode and its children. is_root: (B,) bool, False for children. engine_logprobs: like
+    `logprobs`, as reported by the engine if it has its own copy of the weights, otherwise equal to `logprobs`.
+    """
+
+    tokens: Tensor
+    mask: Tensor
+    logprobs: Tensor
+    turns: Tensor
+    rewards: Tensor
+    group_ids: Tensor
+    scores: Tensor
+    lengths: Tensor
+    tree_ids: Tensor
+    is_root: Tensor
+    engine_logprobs: Tensor
+
+    def select_rows(self, index: Tensor) -> "Batch":
+        """Select the episodes at `index` (N,), cut to the longest of them."""
+        longest = int(self.lengths[index].max())
+        return Batch(*(tensor[index][:, :longest] if tensor.dim() == 2 else tensor[index] for tensor in self))
+
+    def to(self, device: torch.device) -> "Batch":
+        """Move the batch to `device`."""
+        return Batch(*(tensor.to(device) for tensor in self))
+
+    def find_prediction_positions(self) -> Tensor:
+        """Find the flat positions (N,) in B * T from which trained tokens are predicted: the position before each.
+
+        Every episode starts with a prompt, so position 0 of a row is never trained.
+        """
+        return self.mask.flatten().nonzero().squeeze(-1) - 1
+
+    def count_needed_tokens(self) -> Tensor:
+        """Count the tokens (B,) that a pass has to read, all before the last trained token; 0 if none is trained."""
+        # The number of tokens before the last trained token is its position.
+        return (torch.arange(self.mask.shape[1], device=self.mask.device) * self.mask).amax(1)
+
+
+def collate(episodes: Sequence[Episode]) -> Batch:
+    """Pad episodes and stack them into a batch on the CPU, in the given order and each followed by its children."""
+    num_rollouts = torch.tensor([len(episode.rollouts) for episode in episodes])
+    tree_ids = torch.arange(len(episodes)).repeat_interleave(num_rollouts)
+    episodes = list_rollouts(episodes)
+    longest = max(len(episode.tokens) for episode in episodes)
+
+    def pad(arrays: Sequence[np.ndarray]) -> Tensor:
+        # With 0, which is False in the mask, so padding is never trained.
+        padded = np.zeros((len(arrays), longest), dtype=arrays[0].dtype)
+        for row, array in enumerate(arrays):
+            padded[row, : len(array)] = array
+        return torch.from_numpy(padded)
+
+    return Batch(
+        tokens=pad([episode.tokens for episode in episodes]),
+        mask=pad([episode.mask for episode in episodes]),
+        logprobs=pad([episode.logprobs for episode in episodes]),
+        turns=pad([episode.turns for episode in episodes]),
+        rewards=pad([place_turn_rewards(episode) for episode in episodes]),
+        group_ids=torch.tensor([episode.group for episode in episodes]),
+        scores=torch.tensor([episode.score for episode in episodes]),
+        lengths=torch.tensor([len(episode.tokens) for episode in episodes]),
+        tree_ids=tree_ids,
+        is_root=torch.cat([torch.ones(1, dtype=torch.bool), tree_ids[1:] != tree_ids[:-1]]),
+        engine_logprobs=pad(
+            [episode.logprobs if episode.engine_logprobs is None else episode.engine_logprobs for episode in episodes]
+        ),
+    )
+
+
+def place_turn_rewards(episode: Episode) -> np.ndarray:
+    """Place the reward of each turn at its last sampled token; return float32 (T,), 0 elsewhere."""
+    rewards = np.zeros(len(episode.tokens), dtype=np.float32)
+    for turn, reward in enumerate(episode.turn_rewards):
+        rewards[np.flatnonzero(episode.mask & (episode.turns == turn))[-1]] = reward
+    return rewards
+
+
+def place_episode_scores(batch: Batch) -> Tensor:
+    """Place the score of each episode at its last sampled token, as published; return (B, T), 0 elsewhere."""
+    positions = torch.arange(batch.mask.shape[1], device=batch.mask.device).expand_as(batch.mask)
+    last_positions = torch.where(batch.mask, positions, -1).max(dim=1).values
+    return torch.where(positions == last_positions[:, None], batch.scores[:, None], 0.0)
+
+
+def make_update_order(batch: Batch, needs_whole_groups: bool) -> Tensor:
+    """Order episodes (B,) for splitting into mini-batches: by length, with groups kept together if needed."""
+    if needs_whole_groups:
+        return order_by_group(batch.lengths, batch.group_ids)
+    return order_length_stratified(batch.lengths)
+
+
+def reshape_by_group(values: Sequence[float], group_size: int) -> Tensor:
+    """Arrange values of consecutive episodes in a (P, G) float32 tensor."""
+    return torch.tensor(values, dtype=torch.float32).view(-1, group_size)

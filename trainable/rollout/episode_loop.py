@@ -1,18 +1,24 @@
-"""The episode loop: a model plays G episodes on each of P levels, and each continues when its reply is finished."""
+"""The players of a run's game, and the episode loop of turn-based games.
+
+A model plays G episodes on each of P levels, and each continues when its reply is finished.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pkgutil import resolve_name
+from typing import Any, Protocol
 
 import numpy as np
 
+from trainable.config.run_config import RunConfig
 from trainable.envs.environment import Environment, Level, PlayedTurn, RewardFunction, State, TurnLimits
-from trainable.envs.prompts import Observation, PromptTemplate, parse_reply
+from trainable.envs.games.make import get_turn_limits, make_environment, make_reward_function
+from trainable.envs.prompts import Observation, PromptTemplate, make_prompt_template, parse_reply
 from trainable.files.step_phase import STEP_PHASE
 from trainable.models.codec import Codec
-from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
-from trainable.rollout.transcript import Transcript
+from trainable.models.load import Policy
+from trainable.rollout.episode import Episode, StopReason, Transcript
+from trainable.rollout.sampler import LockStepTurns, SampledReply, Sampler, SamplingParams, Turns
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ def draw_luck(rng: np.random.Generator, num_episodes: int, limits: TurnLimits, c
 
 @dataclass(frozen=True)
 class TurnPlayer:
-    """Plays a turn-based game (see `players.Player`).
+    """Plays a turn-based game (see `Player`).
 
     format_penalty: added to the reward of an invalid turn. context_length: maximum tokens per conversation.
     compute_rewards: if not None, replaces the game's rewards when an episode is finished; prompts still show the
@@ -138,7 +144,8 @@ class TurnPlayer:
         for state in states:
             state.transcript.append_prompt(prompts[state.group])
         conversation = request.sampler.start_conversation(prompts, group_size, request.params, request.rng)
-        turns, num_waiting = conversation.take_turns(), len(states)
+        turns = conversation if isinstance(conversation, Turns) else LockStepTurns(conversation)
+        num_waiting = len(states)
         # Without new tokens, since the conversation already has the prompts.
         turns.submit(range(len(states)), [[] for _ in states])
         turn = 1
@@ -242,3 +249,31 @@ class TurnPlayer:
         if state.actions >= self.limits.actions:
             return StopReason.OUT_OF_ACTIONS
         return StopReason.OUT_OF_TURNS if state.actions else StopReason.MALFORMED
+
+
+class Player(Protocol):
+    """Plays levels with a sampler."""
+
+    def encode_first_turn(self, level: Any) -> list[int]:
+        """Encode the conversation up to the first reply."""
+
+    def check_first_turns(self, levels: Sequence[Any], response_length: int) -> None:
+        """Raise ValueError if the first prompt of a level and a reply of full length do not fit into the context.
+
+        Later turns need no check: an episode ends if its next turn might not fit.
+        """
+
+    def roll_out(self, request: RolloutRequest) -> list[Episode]:
+        """Play the requested episodes. The episodes of a level are consecutive, and groups are numbered from 0."""
+
+
+def make_player(config: RunConfig, policy: Policy, codec: Codec, context_length: int) -> Player:
+    """Make the player of the game that env.name selects. context_length: maximum tokens of a conversation."""
+    env, style = config.env, config.model.prompt_style
+    if env.kind.player:
+        player: Player = resolve_name(env.kind.player)(config, policy, codec, context_length)
+        return player
+    environment = make_environment(env)
+    template = make_prompt_template(environment, style, env.max_actions_per_traj, policy.chat_format)
+    limits, compute_rewards = get_turn_limits(env), make_reward_function(env)
+    return TurnPlayer(environment, template, codec, limits, env.format_penalty, context_length, compute_rewards)

@@ -14,6 +14,16 @@ replies of 400. compact: 1 to 1.5 times the longest prompt of the laptop preset,
 """
 
 
+def count_ranks(config: RunConfig) -> int:
+    """Count R, the processes of a run, one per GPU. A run on a fraction of a GPU, or on none, has one."""
+    return max(1, int(config.trainer.n_gpus_per_node))
+
+
+def get_dtype_bytes(config: RunConfig) -> int:
+    """Return the bytes per number in the dtype of passes."""
+    return 4 if config.model.dtype == "float32" else 2
+
+
 def compute_max_tokens(config: RunConfig) -> int:
     """Compute the maximum tokens of a conversation: all turns with replies of full length, up to max_model_len.
 
@@ -25,21 +35,21 @@ def compute_max_tokens(config: RunConfig) -> int:
     return min(tokens, config.rollout.max_model_len or tokens)
 
 
-def compute_token_kv_bytes(shape: PassShape, dtype_bytes: int) -> int:
-    """Compute the bytes of one token's keys and values in all blocks, with `dtype_bytes` bytes per number."""
-    return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * dtype_bytes
+def compute_token_kv_bytes(shape: PassShape, config: RunConfig) -> int:
+    """Compute the bytes of one token's keys and values in all blocks."""
+    return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * get_dtype_bytes(config)
 
 
-def compute_conversation_kv_bytes(shape: PassShape, dtype_bytes: int, tokens: int) -> int:
-    """Compute the bytes of a conversation of `tokens` tokens, in whole cache blocks."""
-    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS * compute_token_kv_bytes(shape, dtype_bytes)
+def compute_conversation_kv_bytes(shape: PassShape, config: RunConfig, tokens: int | None = None) -> int:
+    """Compute the bytes of a conversation, in whole cache blocks. tokens: None for the maximum."""
+    blocks = -(-(tokens or compute_max_tokens(config)) // BLOCK_TOKENS)
+    return blocks * BLOCK_TOKENS * compute_token_kv_bytes(shape, config)
 
 
-def compute_step_kv_bytes(shape: PassShape, config: RunConfig, dtype_bytes: int, ranks: int) -> int:
+def compute_step_kv_bytes(shape: PassShape, config: RunConfig) -> int:
     """Compute the bytes of a cache in which a rank can sample all of its conversations of a training step at once.
 
     A validation may have more conversations. vLLM then lets some of them wait, which does not change results.
     """
-    env = config.env
-    conversations = -(-env.env_groups * env.group_size * env.max_conversations_per_rollout // ranks)
-    return conversations * compute_conversation_kv_bytes(shape, dtype_bytes, compute_max_tokens(config))
+    conversations = -(-config.episodes_per_step // count_ranks(config))  # rounded up
+    return conversations * compute_conversation_kv_bytes(shape, config)

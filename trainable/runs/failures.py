@@ -45,7 +45,7 @@ class CheckpointError(RuntimeError):
     """Raised if a checkpoint cannot be used. The message names the file and its problem."""
 
 
-class NodeError(RuntimeError):
+class NodeError(Exception):
     """Raised if the node of a run lacks what the run needs, while another node may have it."""
 
 

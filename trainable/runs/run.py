@@ -63,9 +63,8 @@ class Run:
     run_id: name of the run. run_dir: folder of the rows and rolling checkpoints. checkpoint_dir: folder of the saved
     checkpoints, global_step_<N>. settings: the configuration, including the seed. identity: further columns that
     identify the run in every row. write: executes each write, and may wait while the disk is full. best_column: the
-    column whose largest value marks a checkpoint to keep; empty to keep only the newest. keeps_last: whether to keep
-    the last rolling checkpoint after the run has ended. allows_other_settings: whether the checkpoints in `run_dir` may
-    be from a run with other settings.
+    column whose largest value marks the checkpoint that `trainer.keep_best` keeps. allows_other_settings: whether the
+    checkpoints in `run_dir` may be from a run with other settings.
 
     A row is on disk and in `rows` before `append_row` returns. A run that continues from a checkpoint repeats the steps
     after it and writes the same rows again, since rows depend only on the settings and the seed. `drop_rows_after`
@@ -79,16 +78,17 @@ class Run:
         checkpoint_dir: Path,
         settings: BaseRunConfig,
         identity: Mapping[str, Any],
-        write: Callable[[Callable[[], None]], None] = lambda operation: operation(),
-        best_column: str = "",
-        keeps_last: bool = True,
-        allows_other_settings: bool = False,
+        write: Callable[[Callable[[], None]], None],
+        best_column: str,
+        allows_other_settings: bool,
     ) -> None:
         self.run_id, self.seed, self.settings = run_id, settings.seed, settings
         self.run_dir, self.checkpoint_dir = run_dir, checkpoint_dir
         self.identity = {**identity, "run_id": run_id, "seed": settings.seed}
         self.rows: list[Row] = []
-        self._best_column, self._keeps_last = best_column, keeps_last
+        # Only language models have these two settings.
+        self._best_column = best_column if getattr(settings.trainer, "keep_best", False) else ""
+        self._keeps_last = getattr(settings.trainer, "keep_last", True)
         self._allows_other_settings = allows_other_settings
         self._lines = RunLines(dict.fromkeys(LINE_FILES, Lines(())))
         self._ends = dict.fromkeys(LINE_FILES, LineEnd())  # where each file ends now

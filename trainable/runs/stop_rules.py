@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from trainable.config.alarm_rule import BASELINE_STEPS, AlarmRule, parse_alarm_rule
 from trainable.config.own_parts import get_part
 from trainable.config.sections import EarlyStopConfig
+from trainable.config.setting_types import BASELINE_STEPS, AlarmRule, parse_alarm_rule
 from trainable.files.json_values import parse_finite
 from trainable.runs.run_files import select_rows
 

@@ -15,11 +15,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from trainable.config.aliases import flatten_settings
 from trainable.config.run_config import format_validation_error
-from trainable.config.setting_types import format_value, require
-from trainable.files.control_characters import is_printable
+from trainable.config.setting_types import flatten_settings, format_value, require
 from trainable.files.json_values import DamagedFileError, read_json, read_object, write_object
+from trainable.files.paths import is_printable
 from trainable.runs.records import STATUSES
 
 STUDY_FILE, RUN_FILE, STATUS_FILE = "study.json", "run.json", "status.json"
@@ -76,8 +75,7 @@ def find_schema_problem(folder: object, schema: object) -> str:
 def _check_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Return `settings`. Raise ValueError unless each can be a value in a table."""
     for name, value in flatten_settings(settings).items():
-        is_value = value is None or isinstance(value, bool | float | str | list) or type(value) is int
-        if not is_value or (type(value) is int and abs(value) >= 2**63):
+        if not isinstance(value, int | float | str | list | None) or (type(value) is int and abs(value) >= 2**63):
             raise ValueError(f"the setting {name} is no number, text or list")
     return settings
 

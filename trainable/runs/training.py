@@ -159,8 +159,7 @@ class TrainingLoop:
             write=lambda operation: call_with_retry(
                 operation, self.settings.trainer.disk_patience, self.notes.append, self._is_interrupted
             ),
-            best_column=self.family.best_column if getattr(self.settings.trainer, "keep_best", False) else "",
-            keeps_last=getattr(self.settings.trainer, "keep_last", True),
+            best_column=self.family.best_column,
             allows_other_settings=self._allows_other_settings,
         )
 

@@ -15,8 +15,8 @@ from trainable.kernels.cache import leave_marker
 from trainable.models.interface import PassSettings
 from trainable.models.load import find_model, load_policy
 from trainable.models.teachers import find_teacher_folder, is_made
-from trainable.ppo.evaluation import reshape_by_group
 from trainable.ppo.trainer import PPOTrainer
+from trainable.rollout.episode import reshape_by_group
 from trainable.rollout.sampler import SamplingParams
 from trainable.tiny.group_scores import GroupScores, count_sets, list_group_settings, write_group_scores
 from trainable.tiny.policies import POLICIES, TURN_POLICIES
@@ -37,10 +37,10 @@ LAPTOP_OVERRIDES = {
 
 
 def main() -> None:
-    """Make the model and evaluate it, or with --evaluate only evaluate an existing model."""
+    """Make the model and evaluate it."""
     parser = argparse.ArgumentParser(
         prog="python -m trainable.tiny",
-        description="Make a shipped tiny policy or its teacher from solver demonstrations, or evaluate a policy.",
+        description="Make a shipped tiny policy or its teacher from solver demonstrations, and evaluate it.",
         epilog="Examples: python -m trainable.tiny --output my-sokoban-tiny; "
         "python -m trainable.tiny --policy sokoban-tiny-teacher",
     )
@@ -55,7 +55,6 @@ def main() -> None:
         type=Path,
         help="folder for the model, new or empty (default: the policy's name; of a teacher, where runs look for it)",
     )
-    parser.add_argument("--evaluate", metavar="MODEL", help="only evaluate this model (a shipped policy, or a folder)")
     parser.add_argument(
         "--compile",
         action="store_true",
@@ -75,9 +74,6 @@ def main() -> None:
         return
     name: str = arguments.policy
     policy = POLICIES[TEACHERS.get(name, name)]
-    if arguments.evaluate:
-        evaluate(arguments.evaluate, policy)
-        return
     is_teacher = name in TEACHERS
 
     def make(folder: Path) -> None:
@@ -167,15 +163,15 @@ def evaluate(path: str, policy: PolicyRecipe) -> None:
     """Print the sampled and greedy success of the model at `path` in the game of `policy`."""
     torch.set_num_threads(1)
     trainer = PPOTrainer(make_config(path, policy))
-    sampled_evaluation, (final_evaluation, _) = trainer.evaluate("val", "sampled"), trainer.evaluate_final()
+    sampled_evaluation, (final_row, _) = trainer.evaluate("val", "sampled"), trainer.evaluate_final()
     print(
         f"{find_model(path).name}: {trainer.config.env.val_env_groups} validation levels, "
-        f"sampled {sampled_evaluation.success:.3f}, greedy {final_evaluation.val_greedy_success:.3f}, "
+        f"sampled {sampled_evaluation.success:.3f}, greedy {final_row['val_greedy_success']:.3f}, "
         f"invalid turns {sampled_evaluation.invalid_turns:.3f}"
     )
     print(
         f"{len(trainer.test_levels)} test levels, "
-        f"sampled {final_evaluation.test_success:.3f}, greedy {final_evaluation.test_greedy_success:.3f}"
+        f"sampled {final_row['test_success']:.3f}, greedy {final_row['test_greedy_success']:.3f}"
     )
 
 

@@ -1,17 +1,16 @@
 """The command `clean`: free the disk space that ended runs no longer need."""
 
 import shutil
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import typer
 from rich.console import Console
 from rich.filesize import decimal
 
 from search_spaces.catalog import FAMILIES
-from trainable.config.aliases import flatten_settings
 from trainable.config.command_lines import format_command
-from trainable.config.setting_types import format_value
+from trainable.config.setting_types import flatten_settings
 from trainable.files.paths import check_path, check_tree
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, find_best_step, read_rows
 from trainable.runs.study_record import ENDED_STATUSES, StatusRecord, find_record
@@ -19,21 +18,10 @@ from tune_study.folder import outputs
 from tune_study.folder.study_file import read_study
 from tune_study.host.console import print_line, print_table
 from tune_study.placement.disk import count_folder_bytes
-from tune_study.plan.errors import PlanError
-from tune_study.plan.storage_uri import is_uri
 
 
-class RemovableState(NamedTuple):
-    """The rolling checkpoints that can be removed from a run that has ended."""
-
-    run_id: str
-    status: str
-    paths: tuple[Path, ...]
-    num_bytes: int
-
-
-def find_removable_states(folder: Path) -> list[RemovableState]:
-    """Find the rolling checkpoints that can be removed from results/<run>, in the order of study.json.
+def find_removable_states(folder: Path) -> dict[str, list[Path]]:
+    """Find the rolling checkpoints that can be removed from results/<run>, by run_id in the order of study.json.
 
     Only runs that are completed or were stopped by a rule are listed: any other run, such as a failed one, needs its
     checkpoint to continue. Under --keep-best, the best checkpoint stays. Raises PlanError if the folder contains no
@@ -42,7 +30,7 @@ def find_removable_states(folder: Path) -> list[RemovableState]:
     study = read_study(folder)
     keeps_best = flatten_settings(study.settings).get("trainer.keep_best")
     check_tree(folder, [folder / "runs" / entry.run_id for entry in study.runs])
-    states = []
+    states: dict[str, list[Path]] = {}
     for entry in study.runs:
         run_dir = folder / "runs" / entry.run_id
         status, path = find_record(StatusRecord, run_dir), run_dir / STATE_FOLDER
@@ -56,8 +44,7 @@ def find_removable_states(folder: Path) -> list[RemovableState]:
             best_step = find_best_step(read_rows(run_dir / METRICS_FILE), FAMILIES[study.family].primary_metric)
             paths = [checkpoint for step, checkpoint in iter_checkpoints(path) if step != best_step]
         if paths:
-            num_bytes = sum(map(count_folder_bytes, paths))
-            states.append(RemovableState(entry.run_id, status.status, tuple(paths), num_bytes))
+            states[entry.run_id] = paths
     return states
 
 
@@ -66,10 +53,6 @@ def clean(console: Console, run: str, is_confirmed: bool) -> None:
 
     Raises PlanError if RUN is not a local study folder, or if another process runs the study.
     """
-    if is_uri(run):
-        raise PlanError(
-            f"`clean` frees space on this machine, and {format_value(run, 1000)} is in a storage: type a folder."
-        )
     folder = Path(run)
     read_study(folder)  # before the lock, which creates a folder
     with outputs.lock_folder(folder):
@@ -77,12 +60,9 @@ def clean(console: Console, run: str, is_confirmed: bool) -> None:
         if not states:
             print_line(console, "Nothing to remove: no run that has ended keeps a rolling checkpoint.")
             return
-        print_table(
-            console,
-            ["run", "status", "size"],
-            [[state.run_id, state.status, decimal(state.num_bytes)] for state in states],
-        )
-        total, count = decimal(sum(state.num_bytes for state in states)), len(states)
+        sizes = {run_id: sum(map(count_folder_bytes, paths)) for run_id, paths in states.items()}
+        print_table(console, ["run", "size"], [[run_id, decimal(size)] for run_id, size in sizes.items()])
+        total, count = decimal(sum(sizes.values())), len(states)
         print_line(
             console,
             f"The rolling checkpoints of {f'these {count} runs' if count > 1 else 'this run'} take {total}. Without "
@@ -91,8 +71,7 @@ def clean(console: Console, run: str, is_confirmed: bool) -> None:
         if not is_confirmed and not (console.is_terminal and typer.confirm(f"Remove {total}?")):
             print_line(console, f"Nothing was removed. To remove it: {format_command('clean', folder, '--yes')}")
             return
-        for state in states:
-            for path in state.paths:
-                if path.exists():  # if a checkpoint was being replaced, only a hidden folder may be left
-                    shutil.rmtree(path)
+        for path in chain.from_iterable(states.values()):
+            if path.exists():  # if a checkpoint was being replaced, only a hidden folder may be left
+                shutil.rmtree(path)
         print_line(console, f"Removed {total}.")

@@ -7,7 +7,6 @@ import atexit
 import errno
 import functools
 import gc
-import json
 import os
 import sys
 import traceback
@@ -25,34 +24,41 @@ from trainable.config.own_parts import OwnPartError
 from trainable.config.run_config import ConfigError
 from trainable.config.setting_types import format_value
 from trainable.files.paths import UnsafePathError
+from tune_study.commands import arguments as opt
 from tune_study.commands import cleaning, describe, searching
-from tune_study.commands.arguments import options as opt
-from tune_study.commands.arguments.options import argument, option
-from tune_study.commands.arguments.parser import Command, StrictCommand, StrictGroup, expand_requests, hyphenate
-from tune_study.commands.confirmation import DEFAULT_SEEDS, plan_confirmation
+from tune_study.commands.arguments import (
+    Command,
+    StrictCommand,
+    StrictGroup,
+    argument,
+    expand_requests,
+    hyphenate,
+    option,
+)
 from tune_study.commands.preflight import make_plans_that_fit, start_studies
 from tune_study.commands.requests import (
+    ChosenPreset,
     LaunchRequest,
     ProbeRequest,
     RunRequest,
     SearchRequest,
     StudyRequest,
     TypedAgain,
+    find_studies,
     list_assigned_settings,
+    plan_from_options,
 )
-from tune_study.commands.run_options import ChosenPreset, find_studies, plan_from_options
 from tune_study.folder import locate, outputs, study_file
 from tune_study.host.console import make_console, print_error, print_line, show_warnings
 from tune_study.host.gpus import detect_gpus
 from tune_study.host.interrupt import make_interrupt
 from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
-from tune_study.plan.errors import MisfitError, PlanError
-from tune_study.plan.own_study import load_own_study, load_typed_files, pin_typed_values
-from tune_study.plan.storage_uri import is_uri
+from tune_study.plan.errors import EXIT_CODES, PlanError
+from tune_study.plan.own_study import load_own_study, load_typed_files, pin_typed_values, write_study_file
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.plan.typed_settings import collect_overrides, find_arm, find_study, normalize_study_name
-from tune_study.tune.conclusion import write_results
+from tune_study.tune.session import write_results
 
 app = typer.Typer(
     cls=StrictGroup,
@@ -98,7 +104,8 @@ def report_errors(command: Command) -> Command:
             command(*args, **kwargs)
         except (ConfigError, PlanError, OwnPartError, UnsafePathError) as error:
             print_error(f"tune_study: {error}")
-            raise typer.Exit(3 if isinstance(error, MisfitError) else 2) from None
+            severity = error.problem.severity if isinstance(error, PlanError) else "refusal"
+            raise typer.Exit(EXIT_CODES[severity]) from None
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG or error.filename is None:
                 raise
@@ -135,42 +142,25 @@ def show_version(version: Annotated[bool, Option("--version", help="Print the ve
 
 @command(MAIN, "list", "")
 def list_studies(
-    study: Annotated[
-        str | None, argument("STUDY", "Name of the study; default: all.", autocompletion=opt.complete_study)
-    ] = None,
-    as_json: Annotated[bool, Option("--json", help="Print JSON: an object with `studies` and `suites`.")] = False,
+    study: Annotated[str | None, argument("STUDY", "Name of the study; default: all.")] = None,
 ) -> None:
     """List the studies and their questions, or the axis and values of STUDY."""
-    studies, suites = [*STUDIES.values()], SUITES
     suite = None if study is None else normalize_study_name(study)
-    if suite in SUITES:
-        studies, suites = [STUDIES[name] for name in SUITES[suite]], {suite: SUITES[suite]}
-    elif study is not None:
-        studies, suites = [find_study(study)], {}
-    if as_json:
-        typer.echo(json.dumps(describe.make_study_list(studies, suites), indent=2))
-    elif suites:
-        describe.print_studies(make_console(), studies, suites)
+    if study is None:
+        describe.print_studies(make_console(), [*STUDIES.values()], SUITES)
+    elif suite in SUITES:
+        describe.print_studies(make_console(), [STUDIES[name] for name in SUITES[suite]], {suite: SUITES[suite]})
     else:
-        describe.print_study(make_console(), *studies)
+        describe.print_study(make_console(), find_study(study))
 
 
 @command(MAIN, "settings", "--all | grep kl_")
 def settings(
-    study: Annotated[
-        str,
-        argument(
-            "[STUDY|WORD]",
-            "Name of the study; sandboxes have other settings. Or a word, to look for settings of kl.",
-            autocompletion=opt.complete_study,
-        ),
-    ] = "kl",
+    study: Annotated[str, argument("STUDY", "Name of the study; sandboxes have other settings.")] = "kl",
     list_all: Annotated[bool, Option("--all", help="List every setting, not only the most common ones.")] = False,
 ) -> None:
-    """List the main settings for --set, or those whose name or meaning has a WORD."""
-    is_study = normalize_study_name(study) in STUDIES
-    if is_study or not describe.print_settings(make_console(), STUDIES["kl"], study):
-        describe.print_settings(make_console(), find_study(study), with_all=list_all)
+    """List the main settings for --set."""
+    describe.print_settings(make_console(), find_study(study), with_all=list_all)
 
 
 @command(READ, "status", "results/kl_sweep_sokoban-tiny")
@@ -189,8 +179,6 @@ def new(
     to: Annotated[Path | None, option("FILE", "File to write; default: NAME.py here.")] = None,
 ) -> None:
     """Write a Python file that declares a study of your own."""
-    from tune_study.plan.new_study import write_study_file
-
     path, command = write_study_file(name, vary or [], to)
     print_line(make_console(), f"Wrote {path}. Run it with:")
     print_line(make_console(), f"  {command}")
@@ -206,8 +194,7 @@ def run(study: opt.StudyName, request: RunRequest, launch: LaunchRequest) -> Non
     def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
         return [plan_from_options(chosen, preset, request, source) for chosen, source in studies]
 
-    command_line = outputs.format_command_line()
-    plans = make_plans_that_fit(make_plans, request, launch, visible_gpus, command_line)
+    plans = make_plans_that_fit(make_plans, request, launch, visible_gpus)
     raise typer.Exit(start_studies(plans, launch, visible_gpus, request.dry_run, make_console()))
 
 
@@ -221,8 +208,7 @@ def search(study: opt.StudyName, search_request: SearchRequest, request: StudyRe
     def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
         return [searching.plan_search(chosen, preset, search_request, request, source)]
 
-    command_line = outputs.format_command_line()
-    (plan,) = make_plans_that_fit(make_plans, request, launch, visible_gpus, command_line)
+    (plan,) = make_plans_that_fit(make_plans, request, launch, visible_gpus)
     raise typer.Exit(searching.run_and_confirm(plan, launch, visible_gpus, request.dry_run, make_console()))
 
 
@@ -249,7 +235,7 @@ def confirm(
     run: opt.RunLocation,
     arm: Annotated[str, option("A", "The arm whose result is confirmed.")],
     baseline: Annotated[str | None, option("B", "The arm to compare with; default: the baseline of the study.")] = None,
-    seeds: Annotated[int, option("N", "Number of fresh seeds for each of the two arms.")] = DEFAULT_SEEDS,
+    seeds: Annotated[int, option("N", "Number of fresh seeds for each of the two arms.")] = searching.CONFIRMING_SEEDS,
     extend: opt.Extend = False,
     dry_run: opt.DryRun = False,
     *,
@@ -258,7 +244,7 @@ def confirm(
 ) -> None:
     """Run one arm of RUN and the baseline again, with seeds that RUN never used: that number is the result."""
     own_study = typed_again.load()
-    plan = plan_confirmation(run, arm, baseline, seeds, own_study, extend, typed_again.allowed)
+    plan = searching.plan_confirmation(run, arm, baseline, seeds, own_study, extend, typed_again.allowed)
     visible_gpus = detect_gpus(os.environ)
     raise typer.Exit(start_studies([plan], launch, visible_gpus, dry_run, make_console()))
 
@@ -268,11 +254,6 @@ def stop(
     run: opt.RunLocation, arm: Annotated[str | None, option("A", "Stop only the runs of this arm.")] = None
 ) -> None:
     """Ask the process that runs RUN to stop, or one arm: steps are finished and saved."""
-    if is_uri(run):
-        raise PlanError(
-            f"`stop` needs the folder in which the study runs, and {format_value(run, 1000)} is in a storage: type "
-            "results/<run> on the machine where it was started."
-        )
     folder = Path(run)
     study = study_file.read_study(folder)
     if not study_file.is_running(folder):
@@ -283,7 +264,7 @@ def stop(
     interrupt = make_interrupt(folder)
     path, what = interrupt.path, "The study stops"
     if arm is not None:
-        arm = find_arm(arm, study.axis.values, study.axis.setting)
+        arm = find_arm(arm, study.axis.values)
         path, what = interrupt.get_arm_path(arm), f"The runs of arm {arm} stop"
     try:
         path.touch()
@@ -323,8 +304,7 @@ def explain(run: opt.RunLocation, arm: opt.ReadArm = None, seed: opt.ReadSeed = 
 
     with locate.open_for_reading(run) as (folder, is_running):
         frames = explanation.read_frames(folder, is_running)
-        ends = explanation.select_ends(frames, arm, seed)
-        explanation.print_explanation(make_console(), folder, run, frames, ends, arm is not None or seed is not None)
+        explanation.print_explanation(make_console(), folder, run, frames, arm, seed)
 
 
 @command(READ, "transcripts", "results/kl_sweep_sokoban-tiny --arm 0 --seed 1 --failed")
@@ -344,11 +324,9 @@ def transcripts(
 
     if failed and solved:
         raise PlanError("--failed and --solved exclude each other: type one of them, or none for both kinds.")
+    choice = reading.EpisodeChoice(arm, seed, step, None if failed == solved else solved, trained)
     with locate.open_for_reading(run) as (folder, _):
-        study = study_file.read_study(folder)
-        read_arm = None if arm is None else find_arm(arm, study.axis.values, study.axis.setting)
-        choice = reading.EpisodeChoice(read_arm, seed, step, None if failed == solved else solved, trained)
-        reading.print_transcripts(make_console(), reading.read_run_episodes(folder, study), choice, run)
+        reading.print_transcripts(make_console(), folder, choice, run)
 
 
 @command(FILES, "demo", "--output demo")
@@ -366,14 +344,11 @@ def demo(
 
 
 @command(READ, "watch", "results/kl_sweep_sokoban-tiny")
-def watch(
-    run: opt.RunLocation,
-    port: Annotated[int, option("N", "Port on 127.0.0.1; default: a free one.", min=0, max=65535)] = 0,
-) -> None:
+def watch(run: opt.RunLocation) -> None:
     """Show the report of RUN in a browser while it runs."""
     from tune_study.commands.reading import watch as watching
 
-    watching.watch(make_console(), run, port)
+    watching.watch(make_console(), run)
 
 
 @command(READ, "compare", "a/results/kl_sweep_sokoban-tiny b/results/kl_sweep_sokoban-tiny")
@@ -457,16 +432,13 @@ def export(
         bool, Option("--adapters", help="Write LoRA adapters alone; default: merged into the weights.")
     ] = False,
     dtype: Annotated[str, option("TYPE", "auto (that of the base model), float32, bfloat16 or float16.")] = "auto",
-    *,
-    typed_again: TypedAgain,
+    allow: opt.Allow = None,
 ) -> None:
     """Write the policy of one run of RUN as a model folder that transformers and vLLM load."""
     from tune_study.commands.reading import export as exporting  # imports torch
 
-    folder = locate.fetch_for_writing(run)
-    own_study = typed_again.load()
-    allowed = typed_again.allowed | locate.list_typed_storage(run)
-    target = exporting.find_export(folder, arm, seed, step, own_study, allowed)
+    allowed = frozenset(allow or ()) | locate.list_typed_storage(run)
+    target = exporting.find_export(locate.fetch_for_writing(run), arm, seed, step, allowed)
     exporting.export(make_console(), target, _make_absolute(to), dtype, keeps_adapters=adapters)
 
 
@@ -497,7 +469,7 @@ def plot_gradients(
 
 @command(FILES, "doctor", "--output out")
 def doctor(output: opt.Output = Path(), preset: opt.Preset = None) -> None:
-    """Check that this machine has all that a run needs, and say what to do."""
+    """Train one step of a study on this machine, and say what went wrong."""
     from tune_study.commands.doctor import diagnose
 
     raise typer.Exit(diagnose(make_console(), _make_absolute(output), preset))

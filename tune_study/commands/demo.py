@@ -21,7 +21,7 @@ from tune_study.commands.reading.transcripts import (
 from tune_study.demo.archive import read_recorded_study, unpack
 from tune_study.host.console import print_line
 from tune_study.plan.errors import PlanError
-from tune_study.tune.conclusion import print_next_commands, write_results
+from tune_study.tune.session import write_results
 
 
 def show_demo(console: Console, output: Path) -> str:
@@ -64,13 +64,10 @@ def show_demo(console: Console, output: Path) -> str:
         console, "Three seeds are few: docs/collapse.md has ten of the same study, and says what holds over them."
     )
     print_line(console, "")
-    print_next_commands(
-        console,
-        (
-            *(format_command(name, folder) for name in ("transcripts", "explain", "watch")),
-            format_command("run", "kl", "--preset", "laptop", "--output", "mine"),
-        ),
-    )
+    print_line(console, "To continue, open the report in a browser, or type:")
+    for name in ("transcripts", "explain", "watch"):
+        print_line(console, f"  {format_command(name, folder)}")
+    print_line(console, f"  {format_command('run', 'kl', '--preset', 'laptop', '--output', 'mine')}")
     return problem
 
 

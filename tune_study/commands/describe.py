@@ -3,11 +3,11 @@
 import math
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.filesize import decimal
 
@@ -16,7 +16,9 @@ from search_spaces.declaration.study import Study
 from trainable.config.command_lines import format_command
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.own_parts import PART_FORM, Choice, parse_part_name
-from trainable.config.setting_types import format_value, is_common
+from trainable.config.run_config import iter_fields
+from trainable.config.sections import ModelConfig
+from trainable.config.setting_types import flatten_settings, format_value, is_common
 from trainable.files.json_values import DamageWarning, parse_finite
 from trainable.files.step_phase import read_phase
 from trainable.runs.history import RunHistory, describe_missing_signal, format_signal_problems
@@ -27,16 +29,12 @@ from tune_study.host.gpus import Gpu
 from tune_study.placement import memory_plan, time_estimate
 from tune_study.placement.disk import DiskBudget, format_disk_line
 from tune_study.placement.memory_plan import MemoryPlan
-from tune_study.placement.resources import load_game_requirements
 from tune_study.plan.own_study import list_resume_options
 from tune_study.plan.remarks import find_remarks
 from tune_study.plan.search import describe_space
 from tune_study.plan.storage_uri import is_uri
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan, make_base_config
 from tune_study.plan.typed_settings import format_values
-
-MAX_VALUES_LENGTH = 120
-"""Maximum number of characters that the list of studies shows of an axis's values; a list of arms may have 1,000."""
 
 
 def print_studies(console: Console, studies: Sequence[Study], suites: Mapping[str, Sequence[str]]) -> None:
@@ -54,31 +52,8 @@ def print_study(console: Console, study: Study) -> None:
     grids = study.axis.grids
     is_same = len(set(grids.values())) == 1  # all presets have the same values
     for name, grid in [("values", next(iter(grids.values())))] if is_same else grids.items():
-        print_line(console, f"  {name:<7} {_shorten_values(study, grid)}")
+        print_line(console, f"  {name:<7} {format_values(study, grid)}")
     print_line(console, f"Plan of its runs: {format_command('run', study.name, '--dry-run')}")
-
-
-def make_study_list(studies: Sequence[Study], suites: Mapping[str, Sequence[str]]) -> dict[str, list[dict[str, Any]]]:
-    """Convert studies and suites to JSON: what `print_studies` and `print_study` print, with all axis values."""
-    study_entries = [
-        {
-            "name": study.name,
-            "question": study.question.strip(),
-            "axis": study.axis.setting,
-            "option": study.axis.option,
-            "values": {preset: list(values) for preset, values in study.axis.grids.items()},
-        }
-        for study in studies
-    ]
-    suite_entries = [{"name": name, "studies": list(members)} for name, members in suites.items()]
-    return {"studies": study_entries, "suites": suite_entries}
-
-
-def _shorten_values(study: Study, values: tuple[str, ...]) -> str:
-    """Format the values of an axis on one line; a long list is cut and ends with its number of values."""
-    text = format_values(study, values)
-    is_short = len(text) <= MAX_VALUES_LENGTH
-    return text if is_short else f"{text[:MAX_VALUES_LENGTH].rpartition(',')[0]},... ({len(values)} values)"
 
 
 class PreparedStudy(NamedTuple):
@@ -88,7 +63,7 @@ class PreparedStudy(NamedTuple):
     resource_plan: ResourcePlan
     disk_budget: DiskBudget
     memory: MemoryPlan | None
-    """None if no memory plan can be made."""
+    """None without GPUs, or if no memory plan can be made."""
     used_gpus: tuple[Gpu, ...]
     """The GPUs of this machine that the study uses."""
 
@@ -97,49 +72,37 @@ class PreparedStudy(NamedTuple):
         """The disk budget as a line; for a study with a storage, the space that it needs there."""
         if self.plan.study_uri is None:
             return format_disk_line(self.disk_budget)
-        size = self.disk_budget.total_bytes
-        return (
-            f"Storage: {self.plan.study_uri}, {'size unknown' if size is None else f'needs at most {decimal(size)}'}."
+        size = (
+            "size unknown"
+            if self.disk_budget.unknown_models
+            else f"needs at most {decimal(self.disk_budget.needed_bytes)}"
         )
+        return f"Storage: {self.plan.study_uri}, {size}."
 
 
 def print_plan(console: Console, study: PreparedStudy) -> None:
     """Print the plan of a study: runs, resources, steps, paths, memory, and a time estimate where speeds are known."""
-    from analysis.sweep.planned_power import describe_power  # imports pandas and SciPy
-
     plan, resource_plan, memory = study.plan, study.resource_plan, study.memory
     lines = [
-        *_format_plan_lines(plan, resource_plan),
+        *_describe_runs(plan, resource_plan),
         *_describe_search(plan),
         *_describe_game(plan),
         *describe_signal(plan),
-        describe_power(make_study_record(plan)),
-        time_estimate.format_cpu_time_line(plan, resource_plan),
+        *_describe_power(plan),
+        time_estimate.format_time_line(plan, resource_plan, memory, [gpu.name for gpu in study.used_gpus]),
         study.space_line,
-        # The memory of cluster nodes is unknown here.
-        *(
-            game.describe_memory(plan, resource_plan.max_concurrent)
-            for game in load_game_requirements(plan)
-            if not resource_plan.cluster_address
-        ),
         f"Results: {plan.folder}",
         f"Summary log: {plan.summary_log}",
     ]
-    if resource_plan.gpu_slots and memory is None:
+    if memory is not None:
+        lines += memory_plan.format_memory_plan(memory)
+    elif resource_plan.gpu_slots:
         lines.append(
             f"Memory: unknown, because no config.json of a trainable model was found for {plan.model}, and its sizes "
             "are not built in."
         )
-    # The memory plan covers GPU memory only.
-    elif resource_plan.gpu_slots and memory is not None:
-        lines += memory_plan.format_memory_plan(memory)
     for line in filter(None, lines):
         print_line(console, line)
-    if resource_plan.gpu_slots and memory is not None:
-        print_table(console, *memory_plan.make_memory_table(memory))
-        gpu_names = tuple(gpu.name for gpu in study.used_gpus)
-        if estimate := time_estimate.format_time_line(memory, plan, resource_plan, gpu_names):
-            print_line(console, estimate)
     if plan.search is not None:
         # A point has no value for a setting whose condition it does not meet.
         settings = list(dict.fromkeys(name for point in plan.points.values() for name in point))
@@ -152,107 +115,108 @@ def print_plan(console: Console, study: PreparedStudy) -> None:
     print_table(console, ("run", "arm", "seed", "steps", "log", "checkpoints"), rows, ("checkpoints", "log", "run"))
 
 
-def _describe_search(plan: StudyPlan) -> list[str]:
-    """Describe what a search does after the runs of its plan; return nothing for other studies."""
-    if plan.search is None:
+def _describe_power(plan: StudyPlan) -> list[str]:
+    """Describe what the planned seeds resolve; return nothing if one arm has nothing to be compared with."""
+    if len(plan.values) < 2:
         return []
+    from analysis.sweep.planned_power import describe_power  # imports pandas and SciPy
+
+    return [describe_power(make_study_record(plan))]
+
+
+def _describe_search(plan: StudyPlan) -> Iterator[str]:
+    """Describe what a search does after the runs of its plan; yield nothing for other studies."""
+    if plan.search is None:
+        return
     search, num_points = plan.search, len(plan.points)
-    rest = search.num_points - num_points
-    lines = [f"Space: {describe_space(search.space)}"]
-    if rest:
-        lines.append(
+    yield f"Space: {describe_space(search.space)}"
+    if rest := search.num_points - num_points:
+        yield (
             f"Search: {rest} points follow these {num_points}, drawn {search.points_per_round} at a time from their "
             f"results: {rest * len(plan.seeds)} more runs"
         )
     if search.confirm_seeds:
-        lines.append(
+        yield (
             f"Then the best point is compared with the default on {search.confirm_seeds} fresh seeds: "
             f"{2 * search.confirm_seeds} more runs"
         )
-    return lines
 
 
-def _describe_game(plan: StudyPlan) -> list[str]:
+def _describe_game(plan: StudyPlan) -> Iterator[str]:
     """Describe what success means in the study's game, and where the answers are sent.
 
     If the game is the axis, the game of the base configuration is described.
     """
     if not plan.study.family.games:
-        return []
+        return
     from trainable.envs.games.make import describe_success_range  # imports NumPy
 
     env = plan.ppo_config.env
-    lines = [describe_success_range(env)]
+    yield describe_success_range(env)
     if env.kind.has_trees and env.papers.score == "judge":
         sent_text = f"Questions, passages, answers and the key in {env.papers.judge_key_variable}"
-        lines.append(f"{sent_text} are sent to the judge at {env.papers.judge_url}.")
-    return lines
+        yield f"{sent_text} are sent to the judge at {env.papers.judge_url}."
 
 
-def describe_signal(plan: StudyPlan) -> list[str]:
+def describe_signal(plan: StudyPlan) -> Iterator[str]:
     """Describe how much can be learned from the shipped policies of the runs before any training.
 
     That is how many groups have equal scores, and whether the policy can give a valid answer at all in a plug-in game.
     """
     if not plan.study.family.games:
-        return []
+        return
     from trainable.tiny.group_scores import describe_groups
 
+    yield from describe_groups(plan.ppo_configs)
     games = {
         (config.env.name, config.model.path, config.model.prompt_style): config
         for config in plan.ppo_configs
         if parse_part_name(config.env.name) is not None and config.model.path in SHIPPED_MODELS
     }
-    lines = describe_groups(plan.ppo_configs)
     if games:
         from trainable.part_checks import describe_first_replies  # imports torch
 
-        lines = [*lines, *filter(None, map(describe_first_replies, games.values()))]
-    return lines
+        yield from filter(None, map(describe_first_replies, games.values()))
 
 
-def _format_plan_lines(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str]:
-    """Format the study, its runs, their steps, and the resources that each run reserves."""
+def _describe_runs(plan: StudyPlan, resource_plan: ResourcePlan) -> Iterator[str]:
+    """Describe the study, its model, its runs and their steps, and the resources that each run reserves."""
     trainer = plan.base_config.trainer
-    bundles = [" ".join(f"{n:g} {kind}" for kind, n in bundle.items()) for bundle in resource_plan.bundles]
-    values = format_values(plan.study, plan.values)
+    yield f"Study {plan.study.name}: {plan.study.question.strip()}"
+    yield f"Preset {plan.preset}: {plan.preset_reason}"
+    if plan.model is not None:
+        yield f"Model: {plan.model}"
+        yield from _describe_precision(plan.ppo_config.model)
+        yield from _describe_losses(plan)
     seeds = ",".join(map(str, plan.seeds))
     for value, added in plan.extra_seeds.items():  # single arms may have more
         name = "the baseline" if value == plan.baseline else format_value(value)
         seeds += f"; of {name} also {','.join(map(str, added))}"
+    values = format_values(plan.study, plan.values)
+    yield f"{len(plan.runs)} run{'s' * (len(plan.runs) > 1)}: {plan.study.axis.setting} in {values}; seeds {seeds}"
+    validation = f"every {trainer.test_freq} steps" if trainer.test_freq > 0 else "after the last one only"
+    yield f"Steps per run: {trainer.total_training_steps}, validation {validation}"
     trial = "Each trial (all seeds of an arm)" if plan.study.family.has_batched_seeds else "Each run"
-    lines = [
-        f"Study {plan.study.name}: {plan.study.question.strip()}",
-        f"Preset {plan.preset}: {plan.preset_reason}",
-        *([] if plan.model is None else [f"Model: {plan.model}", *_describe_precision(plan), *_describe_losses(plan)]),
-        f"{len(plan.runs)} run{'s' * (len(plan.runs) > 1)}: {plan.study.axis.setting} in {values}; seeds {seeds}",
-        f"Steps per run: {trainer.total_training_steps}, validation "
-        + (f"every {trainer.test_freq} steps" if trainer.test_freq > 0 else "after the last one only"),
-        f"{trial} reserves {' + '.join(bundles)}; "
-        f"{resource_plan.max_concurrent} at once on {resource_plan.cpus} CPUs"
-        + (" (--ray-num-cpus; the cores of this machine are not counted)" if resource_plan.gpu_slots else ""),
-    ]
+    bundles = " + ".join(" ".join(f"{n:g} {kind}" for kind, n in bundle.items()) for bundle in resource_plan.bundles)
+    note = " (--ray-num-cpus; the cores of this machine are not counted)" if resource_plan.gpu_slots else ""
+    yield f"{trial} reserves {bundles}; {resource_plan.max_concurrent} at once on {resource_plan.cpus} CPUs{note}"
     if resource_plan.gpu_slots:
-        lines.append(f"GPU slots (ids): {' '.join(resource_plan.gpu_slots)}")
-    return [*lines, *resource_plan.notes, *find_remarks(plan)]
+        yield f"GPU slots (ids): {' '.join(resource_plan.gpu_slots)}"
+    yield from resource_plan.notes
+    yield from map(str, find_remarks(plan))
 
 
-def _describe_precision(plan: StudyPlan) -> list[str]:
-    """Describe the types of passes, logits and weights; return nothing if all are float32."""
-    model = plan.ppo_config.model
-    if model.dtype == "float32" and not model.load_in_4bit:
-        return []
-    parts = [
-        f"passes in {model.dtype}",
-        *([f"losses scaled by {model.loss_scale:g}"] if model.dtype == "float16" else []),
-        f"logits in {model.dtype if model.head_dtype == 'model' else model.head_dtype}",
-        *(["linear layers of the frozen blocks in 4 bits"] if model.load_in_4bit else []),
-        f"{'trained weights' if model.lora_rank else 'weights'} and sums in float32",
-    ]
-    return [f"Precision: {', '.join(parts)}"]
+def _describe_precision(model: ModelConfig) -> Iterator[str]:
+    """Describe the types of passes, logits and weights; yield nothing if all are float32."""
+    if model.dtype != "float32" or model.load_in_4bit:
+        scale = f", losses scaled by {model.loss_scale:g}" if model.dtype == "float16" else ""
+        logits = model.dtype if model.head_dtype == "model" else model.head_dtype
+        bits = ", linear layers of the frozen blocks in 4 bits" if model.load_in_4bit else ""
+        weights = "trained weights" if model.lora_rank else "weights"
+        yield f"Precision: passes in {model.dtype}{scale}, logits in {logits}{bits}, {weights} and sums in float32"
 
 
-def _describe_losses(plan: StudyPlan) -> list[str]:
+def _describe_losses(plan: StudyPlan) -> Iterator[str]:
     """Describe how the arms aggregate token losses: token-mean depends on the size of a micro-batch."""
     texts: dict[str, None] = {}
     for config in plan.ppo_configs:
@@ -265,7 +229,8 @@ def _describe_losses(plan: StudyPlan) -> list[str]:
                 "tokens (actor.loss_agg_mode=token-mean-global does not depend on micro-batches)"
             )
         texts[mode] = None
-    return [f"Loss: {'; '.join(texts)}"] if texts else []
+    if texts:
+        yield f"Loss: {'; '.join(texts)}"
 
 
 def print_status(console: Console, folder: Path, location: str, study: StudyRecord, is_running: bool) -> None:
@@ -275,10 +240,8 @@ def print_status(console: Console, folder: Path, location: str, study: StudyReco
     is_running: whether a driver runs the study. Without one, a run with the status `running` was interrupted: its
     driver was killed before it could write another status.
     """
-    rows, metric = [], FAMILIES[study.family].primary_metric
+    family, rows, counts = FAMILIES[study.family], [], Counter[str]()
     problems: list[tuple[str, str]] = []
-    counts: Counter[str] = Counter()
-    collapse_texts: list[str] = []
     for entry in study.runs:
         run_dir = folder / "runs" / entry.run_id
         record = find_record(RunRecord, run_dir)
@@ -293,21 +256,21 @@ def print_status(console: Console, folder: Path, location: str, study: StudyReco
         if step_rows:
             problems.append((entry.arm, describe_missing_signal(step_rows)))
         # Rows are read from disk and may be damaged, so values that are not finite numbers are skipped.
-        values = (parse_finite(row.get(metric)) for row in reversed(step_rows))
+        values = (parse_finite(row.get(family.primary_metric)) for row in reversed(step_rows))
         metric_text = next((f"{value:.3f}" for value in values if value is not None), "-")
-        cells = [entry.arm, str(entry.seed), status.display_text, f"{step}/{total_steps}", metric_text]
-        collapse_step = history.find_collapse() if FAMILIES[study.family].is_fine_tuning else math.inf
-        collapse_texts.append(f"at step {collapse_step:g}" if collapse_step < math.inf else "")
+        collapse_step = history.find_collapse() if family.is_fine_tuning else math.inf
+        collapse_text = f"at step {collapse_step:g}" if collapse_step < math.inf else ""
         phase = read_phase(run_dir, step + 1) if status.status == "running" else ""
-        rows.append([*cells, f"step {step + 1}: {phase}" if phase else status.reason, entry.run_id])
+        reason = f"step {step + 1}: {phase}" if phase else status.reason
+        cells = entry.arm, str(entry.seed), status.display_text, f"{step}/{total_steps}", metric_text
+        rows.append([*cells, collapse_text, reason, entry.run_id])
     is_finished = counts.keys() <= set(ENDED_STATUSES)
     state = "running" if is_running else "finished" if is_finished else "unfinished"
     runs_text = ", ".join(f"{count} {status}" for status, count in counts.items())
     print_line(console, f"{study.name} ({study.preset}): {state}; runs: {runs_text}")
-    headings = ["arm", "seed", "status", "step", metric, "reason", "run"]
-    if any(collapse_texts):
-        headings.insert(5, "collapsed")
-        rows = [[*row[:5], text, *row[5:]] for row, text in zip(rows, collapse_texts, strict=True)]
+    headings = ["arm", "seed", "status", "step", family.primary_metric, "collapsed", "reason", "run"]
+    columns = [column for column in zip(headings, *rows, strict=True) if column[0] != "collapsed" or any(column[1:])]
+    headings, *rows = map(list, zip(*columns, strict=True))
     print_table(console, headings, rows, ("run",))
     for sentence in format_signal_problems(problems):
         print_line(console, sentence)
@@ -318,60 +281,28 @@ def print_status(console: Console, folder: Path, location: str, study: StudyReco
         print_line(console, f"Continue with: {format_command('resume', run, *options)}")
 
 
-class SettingRow(NamedTuple):
-    """A row of the list of settings, by its dotted name."""
+def print_settings(console: Console, study: Study, *, with_all: bool) -> None:
+    """Print the settings of a study except the seed: their values under each preset, meaning and allowed values.
 
-    name: str
-    defaults: tuple[str, ...]
-    """The value under each preset; for a setting in which the arms differ, the option that sets its values."""
-    meaning: str
-    allowed: str
-    is_common: bool
-    """Whether the short list includes it."""
-
-
-def print_settings(console: Console, study: Study, word: str | None = None, *, with_all: bool = False) -> bool:
-    """Print the settings of a study: their values under each preset, meaning and allowed values.
-
-    word: print the settings whose name or meaning contains it, and return whether there are any. with_all: print every
-    setting; otherwise the most common ones, and the command that lists the others.
+    with_all: print every setting; otherwise the most common ones, and the command that lists the others.
     """
-    table = make_settings_rows(study)
-    if word is None:
-        rows = [row for row in table if with_all or row.is_common]
-    else:
-        rows = [row for row in table if word.lower() in f"{row.name} {row.meaning}".lower()]
-    if rows:
-        cells = [[row.name, *row.defaults, row.meaning, row.allowed] for row in rows]
-        print_table(console, ("setting", *study.family.presets, "meaning", "allowed"), cells)
-    if word is None and len(rows) < len(table):
+    family = study.family
+    configs = [flatten_settings(make_base_config(study, preset).model_dump()) for preset in family.presets]
+    fields = [(name, field) for name, field in iter_fields(family.config_class) if name != "seed"]
+    rows = []
+    for name, field in fields:
+        if not (with_all or is_common(field)):
+            continue
+        values = [config[name] for config in configs]
+        defaults = [f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value) for value in values]
+        if name in study.axis.swept_fields:  # the arms differ in it
+            defaults = [study.axis.option] * len(values)
+        meaning = " ".join((field.description or "").split())
+        rows.append([name, *defaults, meaning, _format_allowed(field.annotation, field.metadata)])
+    print_table(console, ("setting", *family.presets, "meaning", "allowed"), rows)
+    if len(rows) < len(fields):
         command = format_command("settings", study.name, "--all")
-        print_line(console, f"{len(table) - len(rows)} more settings are rarely changed: {command}")
-    return bool(rows)
-
-
-def make_settings_rows(study: Study) -> list[SettingRow]:
-    """Make a row for each setting of a study except the seed (which --seeds sets), in order of declaration."""
-    configs = [make_base_config(study, preset) for preset in study.family.presets]
-    return _make_section_rows(study, study.family.config_class, configs, "")
-
-
-def _make_section_rows(
-    study: Study, section: type[BaseModel], configs: Sequence[BaseModel], prefix: str
-) -> list[SettingRow]:
-    """Make the rows of one section of the configuration. configs: that section under each preset."""
-    rows: list[SettingRow] = []
-    for name, field in section.model_fields.items():
-        annotation, values = field.annotation, [getattr(config, name) for config in configs]
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):  # a section, such as `actor`
-            rows += _make_section_rows(study, annotation, values, f"{prefix}{name}.")
-        elif name != "seed":
-            is_swept = prefix + name in study.axis.swept_fields
-            texts = [f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value) for value in values]
-            defaults = tuple([study.axis.option] * len(texts) if is_swept else texts)
-            cells = " ".join((field.description or "").split()), _format_allowed(annotation, field.metadata)
-            rows.append(SettingRow(prefix + name, defaults, *cells, is_common(field)))
-    return rows
+        print_line(console, f"{len(fields) - len(rows)} more settings are rarely changed: {command}")
 
 
 def _format_allowed(annotation: Any, metadata: Sequence[Any]) -> str:
@@ -381,18 +312,18 @@ def _format_allowed(annotation: Any, metadata: Sequence[Any]) -> str:
             return " | ".join((*choice.names, PART_FORM))
     if get_origin(annotation) is Literal:
         return " | ".join(str(choice) for choice in get_args(annotation))
-    operators = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     bounds = [
         f"{sign} {getattr(constraint, bound):g}"
         for constraint in metadata
-        for bound, sign in operators.items()
+        for bound, sign in {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}.items()
         if getattr(constraint, bound, None) is not None
     ]
     type_names = {bool: "True | False", int: "whole number", float: "number", str: "text"}
     # Checked before other unions: `int | None` is shown as `whole number, or null`.
     alternatives = get_args(annotation)
     if type(None) in alternatives:
-        return f"{_format_allowed(alternatives[0], metadata)}, or null"
+        inner = FieldInfo.from_annotation(alternatives[0])  # which may have bounds of its own
+        return f"{_format_allowed(inner.annotation, [*metadata, *inner.metadata])}, or null"
     if get_origin(annotation) is Union:
         return " | ".join(_format_allowed(form, metadata) for form in alternatives)
     return " ".join([type_names.get(annotation, "list"), ", ".join(bounds)]).strip()

@@ -17,7 +17,7 @@ from tune_study.placement.disk import check_scratch
 from tune_study.placement.memory_plan import GpuCapacity
 from tune_study.placement.model_files import check_model
 from tune_study.placement.resources import check_engines
-from tune_study.plan.errors import PlanError
+from tune_study.plan.errors import PlanError, Problem
 from tune_study.plan.storage_uri import join_uri, split_uri
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.cluster import Node, count_fitting_runs
@@ -27,14 +27,12 @@ _TIMEOUT_S = 180.0
 
 
 class NodeReport(NamedTuple):
-    """What a node has."""
+    """What a node has, in bytes that are free for runs; on the disk, where runs with a storage write."""
 
-    problem: str
-    """What the node lacks, and what to do about it; empty if runs can be placed there."""
-    free_disk_bytes: int
-    """Where runs of a study with a storage write."""
-    free_memory_bytes: int
-    """CPU memory for new processes."""
+    problem: Problem | None
+    """What the node lacks, if no run can be placed there."""
+    disk_bytes: int
+    memory_bytes: int
     gpu_memory_mib: tuple[int, ...]
     """Memory of each GPU, as nvidia-smi reports it."""
 
@@ -53,11 +51,11 @@ def inspect_node(marker: str, configs: Sequence[Mapping[str, Any]], versions: Ma
     )
 
 
-def _find_problem(marker: str, configs: Sequence[Mapping[str, Any]], versions: Mapping[str, str]) -> str:
+def _find_problem(marker: str, configs: Sequence[Mapping[str, Any]], versions: Mapping[str, str]) -> Problem | None:
     try:
         check_versions(versions)  # first, since another version may be the cause of all else
     except NodeError as error:
-        return str(error)
+        return Problem("refusal", str(error))
     uri, name = split_uri(marker)
     try:
         folder = StoredFolder(uri)
@@ -65,11 +63,11 @@ def _find_problem(marker: str, configs: Sequence[Mapping[str, Any]], versions: M
         folder.put(answer := f"{name}-{uuid4().hex}", b"")  # since runs write there, too
         folder.remove(answer)
     except (OSError, PlanError) as error:
-        return (
-            f"it cannot use {uri}, where every run writes ({format_error(error)}): type --output with a folder that "
-            f"all nodes share, or --storage with a bucket or a shared folder, and give the node the network and, in "
-            f"the environment of `ray start`, the credentials of this machine"
+        remedy = (
+            "type --output with a folder that all nodes share, or --storage with a bucket or a shared folder, for "
+            "which this node has the network and, where `ray start` is typed, the credentials"
         )
+        return Problem("refusal", f"it cannot use {uri}, where every run writes ({format_error(error)})", remedy)
     try:
         for settings in configs:
             config = RunConfig.model_validate(settings)
@@ -77,8 +75,8 @@ def _find_problem(marker: str, configs: Sequence[Mapping[str, Any]], versions: M
                 check_model(model, os.environ, config.model.chat_format)
             check_engines(config, os.environ)
     except PlanError as error:
-        return str(error)
-    return ""
+        return error.problem
+    return None
 
 
 @contextmanager
@@ -87,10 +85,7 @@ def _put_marker(plan: StudyPlan) -> Iterator[str]:
     # The study's folder must not be created before all checks have passed.
     existing = next(parent for parent in (plan.folder, *plan.folder.parents) if parent.is_dir())
     folder, name = StoredFolder(plan.storage or existing.as_uri()), f"tune_study-{uuid4().hex}"
-    try:
-        folder.put(name, b"")
-    except OSError as error:
-        raise PlanError(f"{plan.storage or existing} cannot be written: {format_error(error)}.") from None
+    folder.put(name, b"")  # `check_storage` or `check_writable` has tried this
     try:
         yield join_uri(folder.uri, name)
     finally:
@@ -119,30 +114,29 @@ def inspect_nodes(plan: StudyPlan, nodes: Sequence[Node]) -> dict[Node, NodeRepo
             except ray.exceptions.RayError as error:
                 # The last line is the exception, after the traceback of the task.
                 reason = str(error).strip().splitlines()[-1].strip(" .")
-                advice = "install the same tune_study there as here, as in docs/cluster.md"
-                reports[node] = NodeReport(f"{reason}: {advice}", 0, 0, ())
+                remedy = "install the same tune_study there as here, as in docs/cluster.md"
+                reports[node] = NodeReport(Problem("refusal", reason, remedy), 0, 0, ())
     return reports
 
 
 def check_capacity(
-    reports: Mapping[Node, NodeReport], n_gpus: float, runs_per_node: int, scratch_bytes: int | None, host_bytes: int
+    reports: Mapping[Node, NodeReport], n_gpus: float, runs_per_node: int, scratch_bytes: int, host_bytes: int
 ) -> None:
     """Raise PlanError if a node has too little disk space or memory for its runs.
 
     n_gpus: GPUs per run. runs_per_node: maximum number of concurrent runs per node. scratch_bytes: disk space per run;
-    None if unknown or without a storage. host_bytes: CPU memory per run.
+    0 if unknown or without a storage. host_bytes: CPU memory per run.
     """
     for node, report in reports.items():
         # Ray may fill a node with runs, up to the number that run at once.
         n_runs = min(count_fitting_runs(node, n_gpus), runs_per_node)
-        if scratch_bytes is not None:
-            remedy = "type `ray start` there with --temp-dir and a folder on a larger disk"
-            check_scratch(f"The node {node.name}", report.free_disk_bytes, n_runs, scratch_bytes, remedy)
-        if host_bytes * n_runs > report.free_memory_bytes:
+        remedy = "type `ray start` there with --temp-dir and a folder on a larger disk"
+        check_scratch(f"The node {node.name}", report.disk_bytes, n_runs, scratch_bytes, remedy)
+        if host_bytes * n_runs > report.memory_bytes:
             raise PlanError(
                 f"{n_runs} runs at once need {decimal(host_bytes * n_runs)} of CPU memory on the node {node.name}, "
-                f"which has {decimal(report.free_memory_bytes)} available: type --max-concurrent with a smaller "
-                f"number."
+                f"which has {decimal(report.memory_bytes)} available",
+                "type --max-concurrent with a smaller number",
             )
 
 

@@ -6,33 +6,31 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import cast
+from typing import NamedTuple, cast
 
 from rich.console import Console
 
 from search_spaces.declaration.presets import PRESETS
-from trainable.config.aliases import flatten_settings
 from trainable.config.constants import TEACHERS
-from trainable.config.setting_types import format_value
+from trainable.config.setting_types import flatten_settings, format_value
 from trainable.runs.study_record import WandbMode, WandbTarget, check_wandb_project
 from tune_study.commands.describe import PreparedStudy, describe_signal, print_plan
-from tune_study.commands.requests import LaunchRequest, StudyRequest, list_assigned_settings
-from tune_study.commands.run_options import ChosenPreset
+from tune_study.commands.requests import ChosenPreset, LaunchRequest, StudyRequest, list_assigned_settings
 from tune_study.folder import outputs
 from tune_study.folder.origin import find_last_wandb
 from tune_study.host.console import print_error, print_line
 from tune_study.host.gpus import Gpu, count_cpus
 from tune_study.host.interrupt import TimeLimit, make_interrupt, start_time_limit
-from tune_study.host.machine_checks import explain_long_path, find_ray_folder, measure_scratch_space
+from tune_study.host.machine_checks import measure_scratch_space
 from tune_study.placement import disk, memory_plan, resources
-from tune_study.placement.memory_plan import MemoryPlan
+from tune_study.placement.memory_plan import GpuCapacity
 from tune_study.placement.model_files import check_file, check_model, describe_teachers, make_missing_teachers
 from tune_study.placement.model_size import read_model_shape
-from tune_study.placement.resources import GameRequirements, compile_kernels
-from tune_study.plan.errors import MisfitError, PlanError
+from tune_study.placement.resources import compile_kernels
+from tune_study.plan.errors import EXIT_CODES, MisfitError, PlanError, as_plan_error
 from tune_study.plan.own_study import check_parts
 from tune_study.plan.remarks import find_remarks
-from tune_study.plan.study_plan import NO_WANDB, WANDB_MODES, ResourcePlan, StudyPlan, check_level_seeds
+from tune_study.plan.study_plan import NO_WANDB, WANDB_MODES, StudyPlan, check_level_seeds
 from tune_study.tune import cluster
 from tune_study.tune.cluster import Node
 from tune_study.tune.local_ray import LocalRay
@@ -46,6 +44,17 @@ _INTERRUPTED_EXIT_CODE = 130
 """Exit code after Ctrl-C, as in a shell: 128 plus the number of SIGINT."""
 
 
+class Launch(NamedTuple):
+    """A study, and where it is to run."""
+
+    plan: StudyPlan
+    options: LaunchRequest
+    visible_gpus: tuple[Gpu, ...]
+    """The GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide."""
+    nodes: tuple[Node, ...] | None = None
+    """The nodes of the cluster; None for this machine."""
+
+
 def start_studies(
     plans: Sequence[StudyPlan],
     options: LaunchRequest,
@@ -56,57 +65,51 @@ def start_studies(
 ) -> int:
     """Check the requirements of all studies, then run them one after another; in a dry run, only print their plans.
 
-    visible_gpus: the GPUs that CUDA_VISIBLE_DEVICES does not hide. time_limit: a limit that is already running; None to
-    start one of --max-hours now. Returns the exit code: 0 if every study returns 0, or 3 for a dry run of a study that
-    does not fit. Raises PlanError before anything starts if a study cannot be run.
+    visible_gpus: see `Launch`. time_limit: a limit that is already running; None to start one of --max-hours now.
+    Returns the exit code: 0 if every study returns 0, or that of a misfit for a dry run of a study that does not fit.
+    Raises PlanError before anything starts if a study cannot be run.
     """
     plans = [replace(plan, wandb=choose_wandb(options, plan)) for plan in plans]
     for plan in plans:
         outputs.check_recordable(plan)
-        check_parts(list({spec.config.compute_hash(): spec.config for spec in plan.runs}.values()))
+        check_parts([spec.config for spec in plan.runs])
         for game in resources.load_game_requirements(plan):
             game.check(plan)
         check_level_seeds(plan)
         _check_context(plan)
-    uses_gpus = any(plan.model is not None for plan in plans)
-
-    def adapt_options(plan: StudyPlan) -> LaunchRequest:
-        """Adapt the options to one study: in a suite, --gpus applies only to the studies that use GPUs."""
-        return replace(options, gpus=None) if uses_gpus and plan.model is None else options
 
     def run_study(study: PreparedStudy, suite: SuiteContext | None = None) -> int:
         """Run a prepared study and return its exit code (see `execute_study`)."""
-        plan, preset_line = study.plan, f"Preset {study.plan.preset}: {study.plan.preset_reason}"
-        notes = study.resource_plan.notes if study.resource_plan.cluster_address else ()
-        for line in (preset_line, study.space_line, *notes, *find_remarks(plan), *describe_signal(plan)):
+        plan, resource_plan = study.plan, study.resource_plan
+        preset_line, remarks = f"Preset {plan.preset}: {plan.preset_reason}", map(str, find_remarks(plan))
+        notes = resource_plan.notes if resource_plan.cluster_address else ()
+        for line in (preset_line, study.space_line, *notes, *remarks, *describe_signal(plan)):
             print_line(console, line)
         return execute_study(plan, study.resource_plan, console, options.skipped_statuses, time_limit, suite)
 
     with nullcontext() if options.address is None else cluster.join_cluster(options.address) as nodes:
+        launches = [Launch(plan, options, visible_gpus, nodes) for plan in plans]
+        if any(plan.model is not None for plan in plans):  # in a suite, --gpus is for the studies that use GPUs
+            cpu_options = replace(options, gpus=None)
+            launches = [launch if launch.plan.model else launch._replace(options=cpu_options) for launch in launches]
         if dry_run:
-            all_fit = True
-            for index, plan in enumerate(plans):
+            exit_code = 0
+            for number, launch in enumerate(launches, start=1):
                 if len(plans) > 1:
-                    print_line(console, format_position(plans, index))
-                all_fit &= _print_plan(plan, adapt_options(plan), visible_gpus, nodes, console)
-            return 0 if all_fit else 3
+                    print_line(console, f"Study {number} of {len(plans)}: {launch.plan.study.name}")
+                exit_code = max(exit_code, _print_plan(launch, console))
+            return exit_code
         time_limit = time_limit or start_time_limit(options.max_hours)
         # All studies are checked before the first one starts, so that a suite does not fail hours later.
-        prepared_studies = [prepare_study(plan, adapt_options(plan), visible_gpus, nodes) for plan in plans]
+        studies = [prepare_study(launch) for launch in launches]
         if nodes is None:
             make_missing_teachers([path for plan in plans for path in plan.model_paths], os.environ, console)
             compile_kernels([config for plan in plans for config in plan.ppo_configs], os.environ, console)
         if len(plans) == 1:
-            return run_study(prepared_studies[0])
+            return run_study(studies[0])
         # Studies with a storage keep nothing large on this disk.
-        disk.check_combined_budget([study.disk_budget for study in prepared_studies if study.plan.storage is None])
-        return run_suite(
-            plans,
-            lambda plan: prepare_study(plan, adapt_options(plan), visible_gpus, nodes),
-            run_study,
-            console,
-            is_local=nodes is None,
-        )
+        disk.check_budgets([study.disk_budget for study in studies if study.plan.storage is None])
+        return run_suite(launches, run_study, console)
 
 
 def choose_wandb(options: LaunchRequest, plan: StudyPlan) -> WandbTarget:
@@ -124,13 +127,12 @@ def choose_wandb(options: LaunchRequest, plan: StudyPlan) -> WandbTarget:
             raise PlanError("--wandb-project names a project of W&B, which is off: add --wandb offline or online.")
         return NO_WANDB
     if find_spec("wandb") is None:
-        raise PlanError(f"--wandb {mode} needs the package wandb: install it with `pip install wandb`.")
-    try:
-        typed_project = check_wandb_project(options.wandb_project or "")
-        environment_project = check_wandb_project(os.environ.get("WANDB_PROJECT", ""))
-    except ValueError as error:
-        source = "WANDB_PROJECT" if options.wandb_project is None else "--wandb-project"
-        raise PlanError(f"{source}: {error}.") from None
+        raise PlanError(f"--wandb {mode} needs the package wandb", "install it with `pip install wandb`")
+    # The last start takes precedence over the environment, or a study's rows could be split over two projects.
+    last_project = last.project if last else ""
+    project = options.wandb_project or last_project or os.environ.get("WANDB_PROJECT") or plan.wandb_project
+    with as_plan_error(ValueError):
+        check_wandb_project(project)
     if mode == "online":
         import wandb
 
@@ -140,12 +142,8 @@ def choose_wandb(options: LaunchRequest, plan: StudyPlan) -> WandbTarget:
         except wandb.Error as error:
             problem = str(error)
         if problem:
-            raise PlanError(
-                f"--wandb online needs a login, and W&B says: {problem}. Type `wandb login`, set WANDB_API_KEY, or log "
-                "with --wandb offline and upload later."
-            )
-    # The last start takes precedence over the environment, or a study's rows could be split over two projects.
-    project = typed_project or (last.project if last else "") or environment_project or plan.wandb_project
+            remedy = "type `wandb login`, set WANDB_API_KEY, or log with --wandb offline and upload later"
+            raise PlanError(f"--wandb online needs a login, and W&B says: {problem}", remedy)
     return WandbTarget(cast(WandbMode, mode), project)
 
 
@@ -156,8 +154,8 @@ def _check_context(plan: StudyPlan) -> None:
         if shape is not None and shape.max_position_embeddings and shape.max_position_embeddings <= length:
             raise PlanError(
                 f"rollout.response_length={length}: the context of {config.model.path} has "
-                f"{shape.max_position_embeddings} tokens for prompts and replies: set a shorter "
-                "rollout.response_length."
+                f"{shape.max_position_embeddings} tokens for prompts and replies",
+                "set a shorter rollout.response_length",
             )
 
 
@@ -166,13 +164,12 @@ def make_plans_that_fit(
     request: StudyRequest,
     options: LaunchRequest,
     visible_gpus: tuple[Gpu, ...],
-    command: str = "",
 ) -> list[StudyPlan]:
     """Make the plans under the typed or default preset, and adapt them if the GPUs are too small.
 
     If the runs do not fit, they train adapters, where the preset has settings for this and the user has not chosen
     their rank, also as 0 for none. If adapters do not fit either, preset laptop replaces the default preset, unless the
-    user chose GPUs, or a setting that suits only certain GPUs. command: what was typed; empty in Python.
+    user chose GPUs, or a setting that suits only certain GPUs.
     """
     preset, reason = resources.choose_preset(request.preset, visible_gpus)
     plans = make_plans(ChosenPreset(preset, reason))
@@ -193,8 +190,7 @@ def make_plans_that_fit(
     has_gpus = options.gpus is not None or options.gpu_memory_gib is not None
     if request.preset is not None or has_gpus or any(key.endswith(_GPU_SETTINGS) for key in keys):
         return plans
-    fitting_command = " ".join(filter(None, [command, f"--preset {preset}", *remedies[:1]]))
-    advice = f"this would fit: {fitting_command}" if remedies else "no setting makes it fit"
+    advice = f"it fits with --preset {preset} {remedies[0]}" if remedies else "no setting makes it fit"
     return make_plans(ChosenPreset("laptop", f"{reason}, but preset {preset} does not fit it: {misfit}; {advice}"))
 
 
@@ -203,43 +199,39 @@ def explain_misfit(
 ) -> tuple[str, list[str]]:
     """Return why the first study that does not fit this machine's GPUs does not, and options that make it fit."""
     for plan in plans:
-        memory = _estimate_requirements(plan, options, visible_gpus, nodes=None, dry_run=True).memory
+        memory = _estimate_requirements(Launch(plan, options, visible_gpus), dry_run=True).memory
         if memory is not None and memory.capacity.is_known and not memory.fits:
-            return memory_plan.describe_excess(memory), memory_plan.find_remedies(memory, plan.study)
+            return memory_plan.describe_peak(memory), memory_plan.find_remedies(memory, plan.study)
     return "", []
 
 
-def _print_plan(
-    plan: StudyPlan,
-    options: LaunchRequest,
-    visible_gpus: tuple[Gpu, ...],
-    nodes: tuple[Node, ...] | None,
-    console: Console,
-) -> bool:
-    """Print the plan of a dry run, beginning with what does not fit; return whether everything fits.
+def _print_plan(launch: Launch, console: Console) -> int:
+    """Print the plan of a dry run, beginning with what does not fit; return the exit code.
 
     Of the files of this machine only models are checked. Raises PlanError if one is missing and its size is unknown.
     """
+    plan, is_local = launch.plan, launch.nodes is None
     outputs.check_writable(plan.output)
     notes = []
-    for path, option in _list_models(plan) if nodes is None else ():
+    for path, option in _list_models(plan) if is_local else ():
         try:
             check_model(path, os.environ, plan.ppo_config.model.chat_format, option)
         except PlanError as error:  # a plan for another machine may ignore it, but needs the sizes of the model
             if read_model_shape(path, os.environ) is None:
                 raise
             notes.append(str(error))
-    study = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=True)
-    shortages = [] if plan.storage is not None else [disk.explain_shortage(study.disk_budget)]
-    if study.memory is not None and not study.memory.fits:
-        shortages.insert(0, memory_plan.format_misfit(study.memory, plan.study))
-    if nodes is None:
-        shortages += [game.explain_shortage(plan) for game in resources.load_game_requirements(plan)]
-    notes += describe_teachers(plan.model_paths, os.environ, is_local=nodes is None)
+    study = _estimate_requirements(launch, dry_run=True)
+    games = resources.load_game_requirements(plan) if is_local else []
+    shortages = [
+        memory_plan.format_misfit(study.memory, plan.study) if study.memory and not study.memory.fits else "",
+        disk.explain_shortage([study.disk_budget]) if plan.storage is None else "",
+        *(game.explain_shortage(plan) for game in games),
+    ]
+    notes += describe_teachers(plan.model_paths, os.environ, is_local)
     for line in filter(None, [*shortages, *notes]):
         print_line(console, line)
     print_plan(console, study)
-    return not any(shortages)
+    return EXIT_CODES["misfit"] if any(shortages) else 0
 
 
 def _list_models(plan: StudyPlan) -> list[tuple[str, str]]:
@@ -253,50 +245,23 @@ def _list_models(plan: StudyPlan) -> list[tuple[str, str]]:
     ]
 
 
-def list_checks(plan: StudyPlan) -> list[Callable[[], None]]:
-    """List the checks of what a study needs on this machine. Each raises PlanError if it is not met.
-
-    Space, memory and GPUs depend on how many runs train at once, which `prepare_study` checks.
-    """
-    return [
-        _check_ray_folder,
-        *(partial(_check_game, game, plan) for game in resources.load_game_requirements(plan)),
-        partial(_check_files, plan),
-        *(
-            partial(check_model, path, os.environ, plan.ppo_config.model.chat_format, option)
-            for path, option in _list_models(plan)
-        ),
-        *(partial(resources.check_engines, config, os.environ) for config in plan.ppo_configs),
-    ]
-
-
-def prepare_study(
-    plan: StudyPlan, options: LaunchRequest, visible_gpus: tuple[Gpu, ...], nodes: tuple[Node, ...] | None
-) -> PreparedStudy:
-    """Check the requirements of a study. Raises PlanError if one is not met, and UnsafePathError for a link.
-
-    nodes: the nodes of the cluster; None for this machine.
-    """
+def prepare_study(launch: Launch) -> PreparedStudy:
+    """Check the requirements of a study. Raises PlanError if one is not met, and UnsafePathError for a link."""
+    plan = launch.plan
     outputs.check_study_links(plan)
     outputs.check_writable(plan.output)
-    if nodes is None:
-        study = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=False)
-        _check_machine(study)
-    else:
-        study = _prepare_on_cluster(plan, options, visible_gpus, nodes)
+    study = _check_machine(launch) if launch.nodes is None else _check_cluster(launch, launch.nodes)
     # With a storage, checkpoints are written on the nodes, and their space was checked above.
     if plan.storage is None:
-        disk.check_budget(study.disk_budget)
+        disk.check_budgets([study.disk_budget])
     return study
 
 
 def _estimate_requirements(
-    plan: StudyPlan,
-    options: LaunchRequest,
-    visible_gpus: tuple[Gpu, ...],
-    nodes: tuple[Node, ...] | None,
-    dry_run: bool,
+    launch: Launch, dry_run: bool = False, gpu_capacity: GpuCapacity | None = None
 ) -> PreparedStudy:
+    """Plan what a study gets and needs. gpu_capacity: of the nodes of a cluster, if it is known."""
+    plan, options, visible_gpus, nodes = launch
     if nodes is not None and options.address is not None:
         resource_plan = cluster.allocate_cluster(
             plan, options.address, nodes, options.gpus, options.max_concurrent, options.wait_for_nodes
@@ -306,8 +271,6 @@ def _estimate_requirements(
             plan, options.gpus, visible_gpus, count_cpus(), options.max_concurrent, is_real=not dry_run
         )
     notes = list(resource_plan.notes)
-    if options.wandb == "off" and "wandb" in plan.base_config.trainer.logger:
-        notes.append("trainer.logger names wandb, and has no effect with --wandb off.")
     if options.wandb is None and (reason := find_last_wandb(plan.folder)[1]):
         notes.append(reason)
     if plan.wandb.mode == "online":
@@ -315,43 +278,36 @@ def _estimate_requirements(
 
         # A file wandb/settings in the current folder may have chosen the server.
         notes.append(f"W&B: rows are sent to {wandb.setup().settings.base_url}, project {plan.wandb_project}.")
-    resource_plan = resource_plan._replace(notes=tuple(notes))
-    disk_budget = disk.estimate_disk_budget(plan, resource_plan, os.environ)
     used_gpus = tuple(gpu for gpu in visible_gpus if gpu.id in resource_plan.gpus)
-    gpu_capacity = memory_plan.find_gpu_capacity(options.gpu_memory_gib, used_gpus)
-    memory = memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ)
+    memory, settings = None, resource_plan.placement_settings
+    if resource_plan.gpu_slots:
+        gpu_capacity = gpu_capacity or memory_plan.find_gpu_capacity(options.gpu_memory_gib, used_gpus)
+        memory = memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ)
     if memory is not None:
-        resource_plan = _add_placement(resource_plan, memory)
+        settings = {**settings, **memory.placement_settings}
+    resource_plan = resource_plan._replace(notes=tuple(notes), placement_settings=settings)
+    disk_budget = disk.estimate_disk_budget(plan, resource_plan, os.environ)
     return PreparedStudy(plan, resource_plan, disk_budget, memory, used_gpus)
 
 
-def _add_placement(resource_plan: ResourcePlan, memory: MemoryPlan) -> ResourcePlan:
-    settings = {**resource_plan.placement_settings, **memory.placement_settings}
-    return resource_plan._replace(placement_settings=settings)
-
-
-def _check_machine(study: PreparedStudy) -> None:
+def _check_machine(launch: Launch) -> PreparedStudy:
     """Raise PlanError if this machine lacks something that the study needs: files, a model, memory or disk space."""
-    plan = study.plan
-    for check in list_checks(plan):
-        check()
+    plan, study = launch.plan, _estimate_requirements(launch)
+    for game in resources.load_game_requirements(plan):
+        if shortage := game.explain_shortage(plan):
+            raise MisfitError(shortage)
+    _check_files(plan)
+    for path, option in _list_models(plan):
+        check_model(path, os.environ, plan.ppo_config.model.chat_format, option)
+    for config in plan.ppo_configs:
+        resources.check_engines(config, os.environ)
     if study.memory is not None:
         memory_plan.check_memory(study.memory, plan, study.used_gpus)
-    run_bytes = None if plan.study_uri is None else disk.compute_scratch_bytes(study.disk_budget)
-    if run_bytes is not None:
+    if plan.study_uri is not None:
         remedy = "set RAY_TMPDIR to a folder on a larger disk"
         n_runs = study.resource_plan.max_concurrent * plan.max_runs_per_trial
-        disk.check_scratch("This machine", measure_scratch_space(), n_runs, run_bytes, remedy)
-
-
-def _check_ray_folder() -> None:
-    if obstacle := explain_long_path(find_ray_folder(os.environ)):
-        raise PlanError(f"Ray cannot start here: {obstacle}")
-
-
-def _check_game(game: GameRequirements, plan: StudyPlan) -> None:
-    if shortage := game.explain_shortage(plan):
-        raise MisfitError(shortage)
+        disk.check_scratch("This machine", measure_scratch_space(), n_runs, study.disk_budget.scratch_bytes, remedy)
+    return study
 
 
 def _check_files(plan: StudyPlan) -> None:
@@ -370,87 +326,61 @@ def _check_files(plan: StudyPlan) -> None:
             check_model(arm_settings[setting], os.environ, option=f"--set {setting}=")
 
 
-def _prepare_on_cluster(
-    plan: StudyPlan, options: LaunchRequest, visible_gpus: tuple[Gpu, ...], nodes: tuple[Node, ...]
-) -> PreparedStudy:
-    """Plan a study for the nodes that have what it needs. Raises PlanError if no node does, or if one is too small."""
+def _check_cluster(launch: Launch, nodes: tuple[Node, ...]) -> PreparedStudy:
+    """Plan for the nodes that have what a study needs, and the smallest GPU of these.
+
+    Raises PlanError if no node does, or if one has too little memory or disk space.
+    """
     from tune_study.commands import node_checks
 
-    n_gpus = plan.base_config.trainer.n_gpus_per_node
+    plan, n_gpus = launch.plan, launch.plan.base_config.trainer.n_gpus_per_node
     reports = node_checks.inspect_nodes(plan, cluster.find_usable_nodes(nodes, n_gpus))
-    problems = {node: report.problem for node, report in reports.items() if report.problem}
-    if problems and len(problems) == len(reports) and not options.wait_for_nodes:
+    problems = {node: report.problem for node, report in reports.items() if report.problem is not None}
+    if problems and len(problems) == len(reports) and not launch.options.wait_for_nodes:
         node, problem = next(iter(problems.items()))
-        raise PlanError(f"The node {node.name} cannot run a study: {problem.rstrip('.')}.")
-    reports = {node: report for node, report in reports.items() if not report.problem}
-    fit_nodes = tuple(node for node in nodes if node not in problems)
-    study = _estimate_requirements(plan, options, visible_gpus, fit_nodes, dry_run=False)
-    resource_plan = study.resource_plan
-    notes = (f"No run is placed on the node {node.name}: {problem}" for node, problem in problems.items())
-    resource_plan = resource_plan._replace(
-        notes=(*resource_plan.notes, *notes), avoided_nodes={node.id: problem for node, problem in problems.items()}
-    )
+        raise PlanError(f"The node {node.name} cannot run a study: {problem}")
+    reports = {node: report for node, report in reports.items() if node not in problems}
     # --gpu-memory-gib takes precedence over the memory that the nodes report.
-    gpu_capacity = None if options.gpu_memory_gib else node_checks.find_smallest_gpu(reports)
-    gpu_capacity = gpu_capacity or memory_plan.find_gpu_capacity(options.gpu_memory_gib, gpus=())
-    memory = memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ)
-    if memory is not None:
-        memory_plan.check_fits(memory, plan.study)
-        resource_plan = _add_placement(resource_plan, memory)
-    scratch_bytes = None if plan.storage is None else disk.compute_scratch_bytes(study.disk_budget)
-    if scratch_bytes is not None:
-        scratch_bytes *= plan.max_runs_per_trial
-    host_bytes = 0 if memory is None else memory.host_bytes
-    node_checks.check_capacity(reports, n_gpus, resource_plan.runs_per_node, scratch_bytes, host_bytes)
-    return study._replace(memory=memory, resource_plan=resource_plan)
+    gpu_capacity = None if launch.options.gpu_memory_gib else node_checks.find_smallest_gpu(reports)
+    fit_nodes = tuple(node for node in nodes if node not in problems)
+    study = _estimate_requirements(launch._replace(nodes=fit_nodes), gpu_capacity=gpu_capacity)
+    if study.memory is not None:
+        memory_plan.check_fits(study.memory, plan.study)
+    scratch_bytes = 0 if plan.storage is None else study.disk_budget.scratch_bytes * plan.max_runs_per_trial
+    host_bytes = 0 if study.memory is None else study.memory.host_bytes
+    node_checks.check_capacity(reports, n_gpus, study.resource_plan.runs_per_node, scratch_bytes, host_bytes)
+    notes = (f"No run is placed on the node {node.name}: {problem}" for node, problem in problems.items())
+    resource_plan = study.resource_plan._replace(
+        notes=(*study.resource_plan.notes, *notes), avoided_nodes=tuple(node.id for node in problems)
+    )
+    return study._replace(resource_plan=resource_plan)
 
 
 def run_suite(
-    plans: Sequence[StudyPlan],
-    prepare_study: Callable[[StudyPlan], PreparedStudy],
-    run_study: Callable[[PreparedStudy, SuiteContext], int],
-    console: Console,
-    is_local: bool,
+    launches: Sequence[Launch], run_study: Callable[[PreparedStudy, SuiteContext], int], console: Console
 ) -> int:
-    """Run `plans` one after another until all have run or one is interrupted; a failed study does not end the suite.
+    """Run studies one after another until all have run or one is interrupted; a failed study does not end the suite.
 
-    prepare_study: checks a study's requirements again when its turn comes, since the studies before it have used disk
-    space; raises PlanError. is_local: False on a cluster.
+    A study's requirements are checked again when its turn comes, since the studies before it have used disk space.
 
     Returns the exit code: 0 if every study returned 0 and the index was written, 130 after Ctrl-C or the time limit,
     and else 1. Raises FolderLockedError, and writes nothing, while another suite runs in the output folder, since both
     would write its index.
     """
-    exit_code, n_started, is_indexed = 0, 0, False
-
-    def finish_suite() -> None:
-        """Name the studies that were not started, and write the index. The watchdog calls this if Ray is lost."""
-        nonlocal is_indexed
-        if n_started < len(plans):
-            names = ", ".join(plan.study.name for plan in plans[n_started:])
-            print_line(console, f"Not started: {names}. Type the same command again to continue.")
-        try:
-            from analysis.report.pages import write_index  # imports pandas
-
-            print_line(console, f"Index: {write_index(plans[0].output)}")
-            is_indexed = True
-        except (OSError, ValueError) as error:
-            print_error(f"The index of the studies in {plans[0].output} could not be written: {error}")
-
-    is_refused = False
+    plans, exit_code, n_started, is_refused = [launch.plan for launch in launches], 0, 0, False
     with (
         outputs.lock_folder(plans[0].folder.parent, "a suite"),
-        LocalRay([plan.folder for plan in plans], console, is_local=is_local) as local_ray,
+        LocalRay([plan.folder for plan in plans], console, is_local=launches[0].nodes is None) as local_ray,
     ):
         try:
-            for plan in plans:
-                print_line(console, format_position(plans, n_started))
-                suite = SuiteContext(local_ray, make_interrupt(plan.folder), finish_suite)
+            for launch in launches:
+                print_line(console, f"Study {n_started + 1} of {len(plans)}: {launch.plan.study.name}")
+                suite = SuiteContext(local_ray, make_interrupt(launch.plan.folder))
                 # One interrupt covers training and all that follows, so that files being written are finished.
-                with suite.interrupt.handle_signals(lambda text: print_line(console, text)):
-                    prepared_study = prepare_study(plan)
+                with suite.interrupt.handle_signals(partial(print_line, console)):
+                    study = prepare_study(launch)
                     n_started += 1  # not before: a study whose requirements are no longer met does not start
-                    exit_code = max(exit_code, run_study(prepared_study, suite))
+                    exit_code = max(exit_code, run_study(study, suite))
                 # If an interrupt comes as the last runs of a study end, the study still returns 0.
                 if n_started < len(plans) and suite.interrupt.is_requested:
                     exit_code = _INTERRUPTED_EXIT_CODE
@@ -462,10 +392,20 @@ def run_suite(
         finally:
             # After an error, too, the index covers the studies that have ended.
             if not is_refused:
-                finish_suite()
-    return max(exit_code, int(not is_indexed))
+                exit_code = max(exit_code, _finish_suite(plans, n_started, console))
+    return exit_code
 
 
-def format_position(plans: Sequence[StudyPlan], index: int) -> str:
-    """Format the position and name of a study within its suite."""
-    return f"Study {index + 1} of {len(plans)}: {plans[index].study.name}"
+def _finish_suite(plans: Sequence[StudyPlan], n_started: int, console: Console) -> int:
+    """Name the studies that were not started, and write the index; return 1 if that fails, else 0."""
+    if n_started < len(plans):
+        names = ", ".join(plan.study.name for plan in plans[n_started:])
+        print_line(console, f"Not started: {names}. Type the same command again to continue.")
+    from analysis.report.pages import write_index  # imports pandas
+
+    try:
+        print_line(console, f"Index: {write_index(plans[0].output)}")
+    except (OSError, ValueError) as error:
+        print_error(f"The index of the studies in {plans[0].output} could not be written: {error}")
+        return 1
+    return 0

@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console, Group
 from rich.table import Table
 
-from trainable.config.aliases import flatten_settings
 from trainable.config.command_lines import format_command
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
+from trainable.config.setting_types import flatten_settings
 from trainable.diagnostics.gradient_analysis import DIAGNOSTICS, analyze_gradients
 from trainable.files.json_lines import read_lines, write_lines
 from trainable.files.paths import atomic_write, check_path
@@ -139,21 +139,6 @@ def make_probe_settings(config: RunConfig, settings: ProbeSettings) -> dict[str,
     return {**default_settings, **settings}
 
 
-def _describe_added_terms(run_config: RunConfig, config: RunConfig, settings: ProbeSettings) -> str:
-    """Say which measured terms the run's loss lacks; return an empty text if it has them or they were typed."""
-    run_actor, actor, terms = run_config.actor, config.actor, []
-    if actor.entropy_coeff and not run_actor.entropy_coeff and "actor.entropy_coeff" not in settings:
-        terms.append("entropy bonus")
-    if actor.use_kl_loss and not run_actor.use_kl_loss and "actor.kl_loss_coef" not in settings:
-        terms.append("KL loss")
-    if not terms:
-        return ""
-    return (
-        f"the run has no {' and no '.join(terms)}: measured with the coefficient {PUBLISHED_COEFFICIENT:g}, to which "
-        "their gradients are proportional"
-    )
-
-
 def format_changes(run_config: RunConfig, config: RunConfig, settings: ProbeSettings) -> str | None:
     """Format the `settings` that differ from the run's as `name=value, ...`; None if none does."""
     before, after = (flatten_settings(version.model_dump(mode="json")) for version in (run_config, config))
@@ -164,8 +149,7 @@ def format_changes(run_config: RunConfig, config: RunConfig, settings: ProbeSett
 def probe(target: RunCheckpoint, settings: ProbeSettings, with_val: bool, console: Console) -> None:
     """Analyze the gradients of one checkpoint, add the rows to the study's tables, and print them.
 
-    with_val: roll out the validation levels first. Raises PlanError, and writes nothing, if the filter keeps no group
-    and the batch before the filter is not analyzed.
+    with_val: roll out the validation levels first.
     """
     run_config, effective_settings = target.spec.ppo_config, make_probe_settings(target.spec.ppo_config, settings)
     config = apply_overrides(run_config, effective_settings)
@@ -182,8 +166,6 @@ def probe(target: RunCheckpoint, settings: ProbeSettings, with_val: bool, consol
     changes = format_changes(run_config, config, settings)
     if changes is not None:
         renderables.append(f"settings changed from the run: {changes}")
-    if added_terms := _describe_added_terms(run_config, config, settings):
-        renderables.append(added_terms)
     try:
         if with_val:
             print_line(console, f"Playing {len(trainer.val_levels)} validation levels, sampled and greedy ...")
@@ -193,7 +175,10 @@ def probe(target: RunCheckpoint, settings: ProbeSettings, with_val: bool, consol
                 f"validation, {mode}: success {evaluation.success:.3f}, mean score {evaluation.score:.3f}"
                 for mode, evaluation in evaluations.items()
             ]
-        lines = _analyze(trainer, changes, console)
+        sizes = config.trainer.gradient_analysis_env_groups, config.trainer.gradient_analysis_group_size
+        print_line(console, f"Playing {sizes[0]} x {sizes[1]} episodes and measuring their gradients ...")
+        with show_phases(console, "gradients"):
+            lines = analyze_gradients(trainer, episodes=[], source="probe", overrides=changes)
     finally:
         trainer.close()  # also after an error, to free the memory of the sampling engine
     # A new probe of a step replaces all lines of an earlier probe of that step.
@@ -201,7 +186,12 @@ def probe(target: RunCheckpoint, settings: ProbeSettings, with_val: bool, consol
     write_lines(run_dir / PROBES_FILE, [*other_lines, *lines])
     outputs.write_tables(target.plan.folder)
     renderables += [
-        _make_table(line) if line["groups"] else f"the filter kept none of {_describe_groups(line)}" for line in lines
+        _make_table(line)
+        if line["groups"]
+        else "the filter kept none of the {source_env_groups} groups of {source_group_size} episodes".format(
+            **line["rows"][0]
+        )
+        for line in lines
     ]
     # The table needs about 100 characters. On a narrower terminal its lines wrap rather than lose columns.
     make_console(file=console.file, width=max(console.width, 100)).print(Group(*renderables))
@@ -211,31 +201,6 @@ def probe(target: RunCheckpoint, settings: ProbeSettings, with_val: bool, consol
     print_line(console, f"Rows: {target.plan.folder}/gradients.parquet (source probe). Log: {log_path}")
     print_line(console, f"Figures: {format_command('plot-gradients', target.plan.folder, '--source', 'probe')}")
     print_line(console, f"To add them to the report: {format_command('report', target.plan.folder)}")
-
-
-def _analyze(trainer: PPOTrainer, changes: str | None, console: Console) -> list[dict[str, Any]]:
-    """Measure the gradients and return the JSON lines, one per batch. Raises PlanError if no batch has a group.
-
-    changes: the settings that differ from the run's, to be stored in the lines.
-    """
-    settings = trainer.config.trainer
-    n_groups, group_size = settings.gradient_analysis_env_groups, settings.gradient_analysis_group_size
-    print_line(console, f"Playing {n_groups} x {group_size} episodes and measuring their gradients ...")
-    with show_phases(console, "gradients"):
-        lines = analyze_gradients(trainer, episodes=[], source="probe", overrides=changes)
-    if not any(line["groups"] for line in lines):
-        raise PlanError(
-            f"The filter kept none of {_describe_groups(lines[-1])}, so nothing could be measured and nothing was "
-            "written: leave out --set trainer.gradient_analysis_log_prefilter=False, so that the batch before the "
-            "filter is measured, or type more groups, like --set trainer.gradient_analysis_env_groups=256."
-        )
-    return lines
-
-
-def _describe_groups(line: Mapping[str, Any]) -> str:
-    """Describe the batch of an analysis line in words."""
-    row = line["rows"][0]
-    return f"the {row['source_env_groups']} groups of {row['source_group_size']} episodes"
 
 
 def _make_log_path(target: RunCheckpoint, with_val: bool, config: RunConfig) -> Path:

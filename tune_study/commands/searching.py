@@ -1,32 +1,46 @@
-"""The command `search`: draw points in rounds, and confirm the best one with seeds that the search never used.
+"""The commands `search` and `confirm`: draw points in rounds, and run the best arm again with seeds that nothing used.
 
 A search is a study whose arms are points. It is planned, run, killed and resumed like any other study.
+
+The best of several arms is in part the luckiest one, so the study overestimates it. Fresh seeds played no part in the
+choice, so their estimate is unbiased.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 
-from search_spaces.declaration.study import Study
+from search_spaces.declaration.study import Study, make_value_label
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
-from trainable.runs.study_record import MAX_RUNS, OBJECTIVES, Search
-from tune_study.commands.confirmation import find_confirmation, plan_confirmation
+from trainable.runs.study_record import OBJECTIVES, STUDY_FILE, ConfirmedStudy, Search
 from tune_study.commands.preflight import choose_wandb, start_studies
-from tune_study.commands.requests import LaunchRequest, RunRequest, SearchRequest, StudyRequest
-from tune_study.commands.run_options import ChosenPreset, find_studies, plan_from_options
-from tune_study.folder.study_file import plan_from_folder
+from tune_study.commands.requests import (
+    ChosenPreset,
+    LaunchRequest,
+    RunRequest,
+    SearchRequest,
+    StudyRequest,
+    find_studies,
+    plan_from_options,
+)
+from tune_study.folder import locate
+from tune_study.folder.origin import NOTHING
+from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.host.console import print_line
 from tune_study.host.gpus import Gpu
 from tune_study.host.interrupt import start_time_limit
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy, StudySource
 from tune_study.plan.search import DEFAULT_POINT, make_point_study, make_space
-from tune_study.plan.study_plan import StudyPlan
+from tune_study.plan.study_plan import StudyPlan, build_plan
+from tune_study.plan.typed_settings import find_arm
 from tune_study.tune.search.rounds import draw_first_points, plan_next_round
 
-DEFAULT_SEEDS = 2
+SEEDS_PER_POINT = 2
 """Seeds per point. With one, the luckiest run would win; with more, the same time would allow fewer points."""
+CONFIRMING_SEEDS = 5
 
 
 def find_study(name: str, kl_type: str | None, accepts_change: bool) -> tuple[Study, StudySource | None]:
@@ -56,8 +70,6 @@ def plan_search(
         )
     if "cost" in objectives and not study.family.is_fine_tuning:
         raise PlanError(f"--objective cost counts tokens, which the runs of study {study.name} do not: leave it out.")
-    if request.trials > MAX_RUNS:
-        raise PlanError(f"--trials {format_value(request.trials)} is above the maximum: type {MAX_RUNS} or less.")
     if request.asha is not None and study.family.has_batched_seeds:
         raise PlanError(
             f"--asha does not belong to study {study.name}, which trains all seeds of an arm together: leave it out."
@@ -66,7 +78,7 @@ def plan_search(
         raise PlanError("--confirm-seeds 1 gives no interval: type --confirm-seeds 2 or more, or 0 for none.")
     run_request = RunRequest(**vars(study_request))
     if run_request.seeds is None:
-        run_request = replace(run_request, seeds=DEFAULT_SEEDS)
+        run_request = replace(run_request, seeds=SEEDS_PER_POINT)
 
     def add_search(plan: StudyPlan) -> StudyPlan:
         """Add the search to the plan of the default point. Its space depends on the settings of the preset."""
@@ -144,3 +156,86 @@ def _find_best(plan: StudyPlan, console: Console) -> str | None:
         print_line(console, "No point is better than the default, so there is nothing to confirm.")
         return None
     return str(best["arm"])
+
+
+def plan_confirmation(
+    run: str,
+    arm: str,
+    baseline: str | None,
+    n_seeds: int,
+    own_study: OwnStudy | None,
+    extend: bool,
+    allowed: frozenset[str] = NOTHING,
+) -> StudyPlan:
+    """Plan the confirmation of an arm of the study RUN (a folder or a URI), or its continuation.
+
+    The confirmation is a study beside RUN, `<run>-confirm-<arm>`, with the settings of RUN, two arms and `n_seeds`
+    seeds. They follow the largest seed of RUN and of all of its other confirmations. baseline: the arm to compare
+    with; None for the baseline of RUN. extend: whether to add seeds to a confirmation that has fewer. own_study and
+    allowed: see `plan_from_folder`. Raises PlanError if the study or an arm does not exist, or if too few seeds are
+    left.
+    """
+    plan = locate.plan_resume(run, own_study=own_study, is_real=False, allowed=allowed)
+    if plan.confirms is not None:
+        raise PlanError(
+            f"{format_value(plan.folder, 1000)} is itself a confirmation: type "
+            f"`{format_command('resume', plan.folder)}` to continue it, or `confirm` with the study that it confirms."
+        )
+    if n_seeds < 2:
+        raise PlanError(f"--seeds {format_value(n_seeds)} gives no interval: type --seeds 2 or more.")
+    compared = plan.baseline if baseline is None else find_arm(baseline, plan.values, "--baseline")
+    if compared is None:
+        raise PlanError(
+            f"The baseline {plan.study.baseline} is not among the arms of {format_value(plan.run)}: type --baseline "
+            f"with one of {', '.join(plan.values)}."
+        )
+    confirmed = find_arm(arm, plan.values)
+    if confirmed == compared:
+        raise PlanError(
+            f"--arm {format_value(arm)} is the arm that it would be compared with: type another --arm, or --baseline."
+        )
+    folder = _make_folder(plan, confirmed, compared)
+    confirms, first = _choose_seeds(plan, folder, own_study, allowed)
+    confirmation = build_plan(
+        replace(plan.study, baseline=compared),
+        plan.preset,
+        plan.preset_reason,
+        plan.base_config,
+        (compared, confirmed),
+        tuple(range(first, first + n_seeds)),
+        folder,
+    )
+    points = {value: settings for value, settings in plan.points.items() if value in confirmation.values}
+    return merge_with_folder(replace(confirmation, source=plan.source, confirms=confirms, points=points), extend)
+
+
+def find_confirmation(plan: StudyPlan, arm: str, own_study: OwnStudy | None) -> StudyPlan | None:
+    """Find the confirmation of an arm against the study's baseline; None if it has not begun."""
+    folder = _make_folder(plan, arm, plan.baseline)
+    return plan_from_folder(folder, own_study=own_study) if (folder / STUDY_FILE).exists() else None
+
+
+def _make_folder(plan: StudyPlan, confirmed: str, compared: str | None) -> Path:
+    """Make the path of a confirmation, beside its study's folder."""
+    suffix = make_value_label(confirmed)
+    if compared is not None and compared != plan.baseline:
+        suffix += f"-against-{make_value_label(compared)}"
+    return plan.folder.with_name(f"{plan.folder.name}-confirm-{suffix}")
+
+
+def _choose_seeds(
+    plan: StudyPlan, folder: Path, own_study: OwnStudy | None, allowed: frozenset[str]
+) -> tuple[ConfirmedStudy, int]:
+    """Return what the confirmation in `folder` confirms, and its first seed. One that has begun keeps both."""
+    if (folder / STUDY_FILE).exists():
+        existing = plan_from_folder(folder, own_study=own_study, allowed=allowed)
+        if existing.confirms is not None:
+            return existing.confirms, min(existing.seeds)
+    used = {spec.seed for spec in plan.runs}
+    others = {
+        seed
+        for path in sorted(plan.folder.parent.glob(f"{plan.folder.name}-confirm-*"))
+        if path != folder and (path / STUDY_FILE).exists()
+        for seed in plan_from_folder(path, own_study=own_study, allowed=allowed).seeds
+    }
+    return ConfirmedStudy(plan.run, tuple(sorted(used))), max(used | others) + 1

@@ -164,7 +164,8 @@ def _fetch_plan(uri: str, *, is_checked: bool = True) -> Iterator[Path | None]:
     with tempfile.TemporaryDirectory() as temp_dir:
         folder = Path(temp_dir) / "results" / name
         try:
-            yield folder if storage.fetch_study(uri, folder) else None
+            storage.fetch_study(uri, folder, storage.PLAN_NAMES)
+            yield folder if (folder / STUDY_FILE).exists() else None
         except PlanError as error:
             raise PlanError(str(error).replace(str(folder), uri)) from None
 
@@ -182,7 +183,7 @@ def open_for_reading(text: str) -> Iterator[tuple[Path, bool]]:
         _, name = _split_study_uri(text)
         with tempfile.TemporaryDirectory() as temp_dir:
             folder = Path(temp_dir) / "results" / name
-            storage.fetch_results(text, folder)
+            storage.fetch_study(text, folder)
             if not (folder / STUDY_FILE).exists():
                 raise _refuse_uri(text)
             yield folder, bool(storage.find_driver(text))
@@ -217,7 +218,7 @@ def fetch_for_writing(text: str) -> Path:
     folder = Path.cwd() / "results" / name
     _check_local_folder(folder, root)
     check_tree(folder, trees=[folder])
-    storage.fetch_results(text, folder)
+    storage.fetch_study(text, folder)
     read_study(folder)  # PlanError if the storage contains no study of this name
     return folder
 

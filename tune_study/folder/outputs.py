@@ -6,11 +6,10 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -41,19 +40,8 @@ from tune_study.folder.study_file import is_running
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import RunSpec, StudyPlan, make_base_config
 
-if TYPE_CHECKING:
-    from analysis.report.pages import Conclusion
-
 _LOCK_PATIENCE_S = 1.0
 """Seconds to wait for the lock, since `status` takes it for a moment and a start must not fail because of that."""
-
-
-# Packages whose version may change the numbers in rows; study.json stores their versions.
-def append_line(path: Path, line: str) -> None:
-    """Append a line to a log. Raises OSError on a full disk, and if `path` is a symbolic link."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open_regular(path, "a") as log:
-        log.write(line + "\n")
 
 
 def make_run_entry(spec: RunSpec) -> RunEntry:
@@ -237,30 +225,25 @@ def find_changed_code(previous_start: Start, current_start: Start) -> list[str]:
     return [f"{name}: {old.get(name)} -> {new.get(name)}" for name in new | old if old.get(name) != new.get(name)]
 
 
-_SOURCE_FOLDERS = ("tune_study", "trainable", "search_spaces", "analysis")
-"""The folders of a checkout where a new file may be code that a run imports."""
-
-
 def read_git_state(folder: Path) -> Git | None:
     """Read the commit of the sources in `folder` and whether they differ from it; None if git does not track them.
 
-    New files count only inside the packages: results in the folder of the checkout change no code.
+    New files do not count, since the results of studies may be in the folder of the checkout.
     """
     # The first command fails if git does not track the folder, such as a package installed inside another repository.
     git_commands = (
         ["ls-files", "--error-unmatch", "*.py"],
         ["rev-parse", "HEAD"],
         ["status", "--porcelain", "--untracked-files=no"],
-        ["ls-files", "--others", "--exclude-standard", "--", *(f":/{name}" for name in _SOURCE_FOLDERS)],
     )
     try:
-        _, commit, *changes = (
+        _, commit, changes = (
             subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True).stdout
             for arguments in git_commands
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return Git(commit.strip(), any(text.strip() for text in changes))
+    return Git(commit.strip(), bool(changes.strip()))
 
 
 def format_command_line() -> str:
@@ -335,21 +318,6 @@ def write_tables(folder: Path) -> None:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     damage = [str(warning.message) for warning in caught if issubclass(warning.category, DamageWarning)]
     frames.write_parquet(folder, damage)
-
-
-def write_report(
-    folder: Path, *, with_pictures: bool = True, own_sections: Sequence[Any] = ()
-) -> "tuple[Path, Conclusion]":
-    """Make report.html and its figures from the tables. Returns the report's path, and its conclusion in words.
-
-    with_pictures: whether the figures are also written as files. own_sections: sections that the study declares.
-    """
-    from analysis.data.load import load
-    from analysis.report.pages import conclude, write_frames_report
-
-    frames = load(folder, live=is_running(folder))
-    path = write_frames_report(frames, folder, with_pictures=with_pictures, own_sections=own_sections)
-    return path, conclude(frames, own_sections)
 
 
 def write_search_store(plan: StudyPlan) -> Path:

@@ -4,11 +4,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainable.config.run_config import RunConfig
 from trainable.config.setting_types import format_value
 from trainable.files.paths import check_tree
-from trainable.runs.checkpoint import iter_checkpoints, read_values
-from trainable.runs.failures import CheckpointError
+from trainable.runs.checkpoint import iter_checkpoints
 from trainable.runs.run_files import STATE_FOLDER
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import RunSpec, StudyPlan
@@ -58,13 +56,9 @@ def find_run_checkpoint(
     if algo is not None and (trial is not None or plan.study.axis.option != "--algo"):
         reason = "--trial names the run already" if trial else f"it does not belong to study {plan.study.name}"
         raise PlanError(f"--algo cannot be used here ({reason}): type --trial and the name of a run.")
-    name = algo if trial is None else trial
+    spec = _find_run(plan, algo if trial is None else trial)
     if path is not None:
-        # The folder may be anywhere. Without --trial, the checkpoint's settings tell which run wrote it.
-        checkpoint_step, checkpoint_dir = _parse_checkpoint_path(path)
-        spec = _find_checkpoint_run(plan, checkpoint_dir) if name is None else _find_run(plan, name)
-        return RunCheckpoint(plan, spec, checkpoint_step, checkpoint_dir)
-    spec = _find_run(plan, name)
+        return RunCheckpoint(plan, spec, *_parse_checkpoint_path(path))  # the folder may be anywhere
     check_tree(plan.output, trees=[plan.output / spec.checkpoint_dir])  # the saved checkpoints lie beside the folder
     # If a step has a rolling and a saved checkpoint, the saved one is used, since rolling checkpoints are temporary.
     local_checkpoints = {
@@ -97,21 +91,13 @@ def find_run_checkpoint(
 
 
 def _explain_missing(plan: StudyPlan, spec: RunSpec) -> str:
-    """Explain in one or two sentences why a checkpoint may be missing, and what to do."""
+    """Explain why a checkpoint may be missing, and what to do."""
     if spec.config.trainer.save_freq <= 0:
-        extra = " and of the best validation" if spec.keeps_best else ""
-        ended = "" if spec.keeps_last else ", and removes it when a run ends"
-        return (
-            f"The study saves none except for resuming{extra}{ended} (--save-freq, --keep-best, --set "
-            f"trainer.keep_last=true)."
-        )
-    if plan.storage is not None:
-        return f"It saves one every {spec.config.trainer.save_freq} steps, in {plan.study_uri}."
-    checkpoint_dir = plan.output / spec.checkpoint_dir
-    state = "" if checkpoint_dir.is_dir() else ", which does not exist"
+        return "The study saves none except for resuming (--save-freq, --keep-best, --set trainer.keep_last=true)."
     return (
-        f"It saves one every {spec.config.trainer.save_freq} steps, in {checkpoint_dir}{state}. If they are elsewhere, "
-        f"copy them there, or type --resume-from-path with the folder of one."
+        f"It saves one every {spec.config.trainer.save_freq} steps, in "
+        f"{plan.study_uri or plan.output / spec.checkpoint_dir}. If they are elsewhere, copy them there, or type "
+        f"--resume-from-path with the folder of one."
     )
 
 
@@ -122,19 +108,6 @@ def _parse_checkpoint_path(path: Path | str) -> tuple[int, Path]:
         if folder == checkpoint_dir and folder.is_dir():
             return number, folder
     raise PlanError(f"{format_value(str(path), 1000)} is not a checkpoint: type a folder global_step_<N> that exists.")
-
-
-def _find_checkpoint_run(plan: StudyPlan, checkpoint_dir: Path) -> RunSpec:
-    """Find the run whose settings the checkpoint stores. Raises PlanError if no run of the study has them."""
-    try:
-        config = RunConfig.model_validate(read_values(checkpoint_dir).get("settings"))
-    except (CheckpointError, ValueError) as error:
-        raise PlanError(f"{checkpoint_dir} does not say which run wrote it ({error}): type --trial as well.") from None
-    specs = [spec for spec in plan.runs if spec.config.is_same_run(config)]
-    if not specs:
-        raise PlanError(f"{checkpoint_dir} was written by no run of {plan.folder}: type the folder of its own study.")
-    # Arms may differ only in their number of steps.
-    return next((spec for spec in specs if spec.steps == config.trainer.total_training_steps), specs[0])
 
 
 def _find_run(plan: StudyPlan, trial: str | None) -> RunSpec:

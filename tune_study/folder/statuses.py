@@ -1,16 +1,26 @@
-"""The statuses of a study's runs, from their files and while this process is the driver; which are run again."""
+"""The statuses of a study's runs, from their files and while this process is the driver; which are run again.
 
+The summary log has a line per ended run, and a closing block. Its lines have the form of the published scripts, with
+the fields seed and early_stop added at the end.
+"""
+
+from collections import Counter
 from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
 
+from search_spaces.language_model.family import get_model_name
 from trainable.config.setting_types import format_value
+from trainable.files.paths import escape_controls, write_text
 from trainable.runs.history import RunHistory, settle_status
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import CENSORED, ENDED_STATUSES, OPEN_STATUSES, StatusRecord, find_record, write_record
 from tune_study.plan.errors import PlanError
-from tune_study.plan.study_plan import StudyPlan
+from tune_study.plan.study_plan import ResourcePlan, RunSpec, StudyPlan
+from tune_study.plan.typed_settings import format_values
 
 _ALWAYS_SKIPPED = tuple(status for status in ENDED_STATUSES if status != CENSORED)
 DEFAULT_SKIPPED = ",".join(_ALWAYS_SKIPPED)
@@ -54,7 +64,7 @@ class StudyStatuses:
     """The statuses of a study's runs while this process is its driver.
 
     No other process writes them. If a status.json is deleted, damaged, or not written because the disk is full, the
-    status in memory is right, and the file is written again when the run has a new row, and at the end. Runs that are
+    status in memory is right, and the file is written again at the end. Runs that are
     not in `finished_ids` get the status `waiting`.
     """
 
@@ -76,24 +86,13 @@ class StudyStatuses:
         """Change the status of a run, and write it unless the disk is full."""
         self._statuses[status.run_id] = status
         with suppress(OSError):  # `close` tries again
-            self.restore_file(status.run_id)
+            write_record(self._plan.get_run_dir(status.run_id), status)
 
-    def restore_file(self, run_id: str) -> None:
-        """Write a run's status.json unless it has the status in memory. Raises OSError if that fails."""
-        run_dir, status = self._plan.get_run_dir(run_id), self._statuses[run_id]
-        if find_record(StatusRecord, run_dir) != status:
-            write_record(run_dir, status)
-
-    def censor_waiting(self, is_censored: Callable[[str], bool], reason: str) -> list[StatusRecord]:
-        """Give waiting runs whose arm `is_censored` their final status, and return these statuses."""
-        final_statuses = [
-            replace(self._statuses[spec.run_id], status=CENSORED, reason=reason)
-            for spec in self._plan.runs
-            if self._statuses[spec.run_id].status == "waiting" and is_censored(spec.arm)
-        ]
-        for status in final_statuses:
-            self.set(status)
-        return final_statuses
+    def censor_waiting(self, is_censored: Callable[[str], bool], reason: str) -> None:
+        """Give waiting runs whose arm `is_censored` their final status."""
+        for spec in self._plan.runs:
+            if self._statuses[spec.run_id].status == "waiting" and is_censored(spec.arm):
+                self.set(replace(self._statuses[spec.run_id], status=CENSORED, reason=reason))
 
     def close(self, reason: str) -> str:
         """Give every run that has not ended a final status, and write all files that are out of date.
@@ -113,8 +112,124 @@ class StudyStatuses:
                 elif final_status.status == "never_ran":
                     final_status = replace(final_status, reason=f"{reason} before it started")
                 self._statuses[run_id] = final_status
+            run_dir, final_status = self._plan.get_run_dir(run_id), self._statuses[run_id]
             try:
-                self.restore_file(run_id)
+                if find_record(StatusRecord, run_dir) != final_status:
+                    write_record(run_dir, final_status)
             except OSError as error:
                 error_text = f"The statuses could not be written: {error}."
         return error_text
+
+
+# For each of our statuses, the status in the published logs, which record only whether a run's process ended normally.
+_PUBLISHED_STATUS = {
+    "completed": "success",
+    "early_stopped": "success",
+    "censored": "success",
+    "failed": "fail",
+    "interrupted": "interrupted",
+    "never_ran": "missing",
+}
+
+
+def format_summary_line(plan: StudyPlan, spec: RunSpec, status: StatusRecord | None, gpu_label: str) -> str:
+    """Format a run in the published form: fields joined by ` | `. seed and early_stop=<rule>@<step> are our additions.
+
+    A run that a rule stopped has the published status `success`, because its process ended normally. A run that never
+    started is `missing`.
+    """
+    published_fields = plan.fill_run_template(plan.study.name_templates.summary, spec).split(" | ")
+    # A run that has not ended has no times and no outcome.
+    if status is None or status.status in ("never_ran", *OPEN_STATUSES):
+        return f"{published_fields[0]} | status=missing | seed={spec.seed}"
+    run_dir, time_names = plan.get_run_dir(spec.run_id), tuple(plan.study.name_templates.summary_times)
+    wall_time = "N/A"  # from the first start to the end, with pauses
+    if status.started_at is not None and status.ended_at is not None:
+        duration = datetime.fromisoformat(status.ended_at) - datetime.fromisoformat(status.started_at)
+        wall_time = f"{int(duration.total_seconds())}s"
+    stop_text = f"{status.stop_rule}@{status.stop_step}" if status.stop_rule else "none"
+    fields = [
+        *published_fields,
+        *format_run_times(run_dir / METRICS_FILE, status.ended_at, time_names),
+        f"wall_time={wall_time}",
+        f"gpu={gpu_label}",
+        f"status={_PUBLISHED_STATUS[status.status]}",
+        f"seed={spec.seed}",
+        f"early_stop={stop_text}",
+    ]
+    line = " | ".join(fields)
+    return f"{line}\n  error: {status.reason}" if status.status == "failed" else line
+
+
+@cache
+def format_run_times(path: Path, ended_at: str | None, names: tuple[str, ...]) -> list[str]:
+    """Format a field `<name>_time=` in seconds for each of `names`, from a run's rows; N/A if it has no total.
+
+    total is over all starts, eval of validations and tests; collapse_first, collapse_multi and collapse are of the
+    diagnostics of first turns, of all turns, and of both; train is total without eval and collapse. path: of the rows,
+    which are read once per end, although each summary has all runs. ended_at: when the run ended.
+    """
+    rows = read_rows(path)
+    # The row of a failure has no times, so the last row with times is used.
+    total_seconds = next((row["seconds_total"] for row in reversed(rows) if row.get("seconds_total") is not None), None)
+    if not isinstance(total_seconds, int | float):
+        return [f"{name}_time=N/A" for name in names]
+    validation, first_turn, multi_turn = (
+        sum(row.get(f"seconds_{column}") or 0.0 for row in rows)
+        for column in ("validation", "collapse_first_turn", "collapse_multi_turn")
+    )
+    seconds = {
+        "total": total_seconds,
+        "eval": validation,
+        "collapse_first": first_turn,
+        "collapse_multi": multi_turn,
+        "collapse": first_turn + multi_turn,
+        "train": max(0.0, total_seconds - validation - (first_turn + multi_turn)),
+    }
+    return [f"{name}_time={seconds[name]:.2f}s" for name in names]
+
+
+def write_summary(plan: StudyPlan, resource_plan: ResourcePlan, is_closing: bool) -> Path:
+    """Write the summary log from the statuses on disk, and return its path.
+
+    It has a heading, a line per ended run and, if `is_closing`, a closing block. It is rewritten as a whole, so that a
+    continued study has one line per run.
+    """
+    run_statuses = [(spec, find_record(StatusRecord, plan.get_run_dir(spec.run_id))) for spec in plan.runs]
+    ended_runs = [
+        (spec, status)
+        for spec, status in run_statuses
+        # A run that waits to be continued still has the end of its earlier start.
+        if status is not None and status.ended_at is not None and status.status not in OPEN_STATUSES
+    ]
+    # Lines are in the order in which runs ended, as in the published logs.
+    ended_runs.sort(key=lambda pair: pair[1].ended_at or "")
+    trainer, model = plan.base_config.trainer, "" if plan.model is None else f" ({get_model_name(plan.model)})"
+    utilization = None if plan.model is None else plan.ppo_config.rollout.gpu_memory_utilization
+    memory_text = "" if utilization is None else f"GPU memory util: {utilization} | "
+    steps, title = trainer.total_training_steps, plan.study.name_templates.title
+    lines = [
+        f"=== {title} Runner{model}: {make_timestamp()} ===",
+        f"Values: {format_values(plan.study, plan.values)} | Steps: {steps} | GPUs per exp: {resource_plan.gpu_label}",
+        f"Groups: {' '.join(resource_plan.gpu_slots) or 'none'} | {memory_text}"
+        f"ray_num_cpus: {resource_plan.cpus} | save_freq: {trainer.save_freq}",
+    ]
+    lines += [format_summary_line(plan, spec, status, resource_plan.gpu_label) for spec, status in ended_runs]
+    if is_closing:
+        lines += ["", f"=== {title} Summary ==="]
+        lines += [f"Project: {plan.wandb_project} | Steps: {steps} | GPU per exp: {resource_plan.gpu_label}"]
+        lines += [format_summary_line(plan, spec, status, resource_plan.gpu_label) for spec, status in run_statuses]
+        # The published scripts count lines, including retries.
+        names = [status.status if status else "never_ran" for _, status in run_statuses]
+        published = Counter(_PUBLISHED_STATUS.get(name, "missing") for name in names)
+        counts = {
+            "Total": len(names),
+            "Success": published["success"],
+            "Failed": published["fail"],
+            "Early stopped": names.count("early_stopped"),
+            "Not ended": len(names) - published["success"] - published["fail"],
+        }
+        lines += [" | ".join(f"{label}: {count}" for label, count in counts.items())]
+    # Reasons may come from an untrusted folder, and users print logs with `cat`.
+    write_text(plan.summary_log, escape_controls("\n".join(lines) + "\n", allowed="\n"))
+    return plan.summary_log

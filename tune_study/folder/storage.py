@@ -30,8 +30,10 @@ from tune_study.plan.storage_uri import join_uri, split_uri
 from tune_study.plan.study_plan import RunSpec, StudyPlan, find_output
 
 DRIVER_FILE = "driver.json"
-STATUS_FILES = (RUN_FILE, STATUS_FILE, PROBES_FILE)
-"""Files in a run's folder that the driver writes instead of the run."""
+RESULT_NAMES = rf"{STUDY_FILE}|runs/[^/]+/[^/]+|logs/.+"
+"""Pattern of what the driver stores. Tables and report are left out, since they are made from the rows."""
+PLAN_NAMES = rf"{STUDY_FILE}|runs/[^/]+/{RUN_FILE}"
+"""Pattern of what a plan needs."""
 SYNC_SECONDS = 20.0
 """Seconds between copies of rows and statuses."""
 GONE_SECONDS = 90.0
@@ -41,7 +43,7 @@ _OBJECT_STORES = ("s3", "gcs", "abfs")
 _PROBE_NAME = "tune_study-was-here"
 """Name of the test file of `check_storage`. Users may see it if it cannot be removed."""
 _CHECKPOINT = re.compile(
-    rf"(?P<folder>checkpoint_\d+)/(?P<seed>\d+)/(?P<state>{STATE_FOLDER}/step_(?P<step>\d+))/{re.escape(CHECKSUMS_FILE)}"
+    rf"(?P<folder>checkpoint_\d+)/(?P<seed>\d+)/{STATE_FOLDER}/step_(?P<step>\d+)/{re.escape(CHECKSUMS_FILE)}"
 )
 _SAVED_CHECKPOINT = re.compile(rf"(?P<folder>global_step_(?P<step>\d+))/{re.escape(CHECKSUMS_FILE)}")
 
@@ -120,28 +122,14 @@ def check_storage(uri: str) -> None:
     folder = StoredFolder(uri)
     with _explain_errors(f"--storage {uri}"):
         folder.put(_PROBE_NAME, b"tune_study")
-        if folder.read(_PROBE_NAME) != b"tune_study":
-            raise OSError("a file was read back with other content than was written")
+        folder.read(_PROBE_NAME)
         folder.remove(_PROBE_NAME)
 
 
-def fetch_study(uri: str, target: Path) -> bool:
-    """Copy study.json and every run.json of the study at `uri` into `target`; return whether there is a study.
+def fetch_study(uri: str, target: Path, names: str = RESULT_NAMES) -> None:
+    """Copy files of the study at `uri` whose names match to `target`, results/<run>, and its logs to logs/.
 
-    A plan needs no other files. Raises PlanError if the storage cannot be read.
-    """
-    folder = StoredFolder(uri)
-    with _explain_errors(uri):
-        for name in folder.list_files():
-            if name == STUDY_FILE or re.fullmatch(r"runs/[^/]+/run\.json", name):
-                folder.fetch(name, target / name)
-    return (target / STUDY_FILE).exists()
-
-
-def fetch_results(uri: str, target: Path) -> None:
-    """Copy the files of the driver of the study at `uri` to `target`, results/<run>, and its logs to logs/.
-
-    Tables and report are left out, since they are made from the rows. Raises PlanError if the storage cannot be read.
+    Raises PlanError if the storage cannot be read.
     """
     folder = StoredFolder(uri)
     with _explain_errors(uri):
@@ -149,10 +137,9 @@ def fetch_results(uri: str, target: Path) -> None:
             path = target / name
             if name.startswith("logs/"):
                 path = find_output(target, PurePosixPath(folder.path).name) / name
-            elif name != STUDY_FILE and not re.fullmatch(r"runs/[^/]+/[^/]+", name):
-                continue
             # If the driver ran here and its last copy failed, the files here are newer.
-            if not path.exists() or path.stat().st_mtime_ns < (info.mtime_ns or 0):
+            is_newer = path.exists() and path.stat().st_mtime_ns >= (info.mtime_ns or 0)
+            if re.fullmatch(names, name) and not is_newer:
                 folder.fetch(name, path)
 
 
@@ -192,10 +179,9 @@ def list_checkpoints(uri: str, spec: RunSpec, trial_name: str) -> dict[int, str]
     """List the checkpoints of a run of the study at `uri`: by step, the folder relative to the study's."""
     folder, checkpoints = StoredFolder(uri), dict[int, str]()
     with _explain_errors(uri):
-        for name in folder.list_files(trial_name):
-            match = _CHECKPOINT.fullmatch(name)
-            if match and int(match["seed"]) == spec.seed:
-                checkpoints[int(match["step"])] = f"{trial_name}/{match['folder']}/{match['seed']}/{match['state']}"
+        for name, steps in _list_steps(folder, trial_name).items():
+            if (step := steps.get(spec.seed)) is not None:
+                checkpoints[step] = f"{trial_name}/{name}/{spec.seed}/{STATE_FOLDER}/step_{step}"
         for name in folder.list_files(f"runs/{spec.run_id}"):
             if match := _SAVED_CHECKPOINT.fullmatch(name):
                 checkpoints[int(match["step"])] = f"runs/{spec.run_id}/{match['folder']}"
@@ -212,11 +198,14 @@ def fetch_checkpoint(uri: str, name: str, target: Path) -> None:
 
 
 class StoredStudy:
-    """A study in its storage, synced while a driver runs it. Raises PlanError if the storage cannot be opened."""
+    """A study in its storage, synced while a driver runs it. Raises PlanError if the storage cannot be opened.
+
+    plan: the study, which may be replaced by the same study with more runs.
+    """
 
     def __init__(self, plan: StudyPlan) -> None:
         assert plan.study_uri is not None
-        self.uri, self._plan = plan.study_uri, plan
+        self.uri, self.plan = plan.study_uri, plan
         self._folder = StoredFolder(self.uri)
         # By name in the storage: inode, size and modification time of the local file when it was last copied.
         self._pushed_stats: dict[str, tuple[int, int, int]] = {}
@@ -237,8 +226,8 @@ class StoredStudy:
                 f"The study in {self.uri} is being run by {driver}: wait for it, or end it. If it was killed, the "
                 f"study can be continued {GONE_SECONDS:.0f} s after it was last heard of."
             )
-        self._plan.folder.mkdir(parents=True, exist_ok=True)
-        fetch_results(self.uri, self._plan.folder)
+        self.plan.folder.mkdir(parents=True, exist_ok=True)
+        fetch_study(self.uri, self.plan.folder)
         with _explain_errors(self.uri):
             self._put_driver_file()
         thread.start()
@@ -259,7 +248,7 @@ class StoredStudy:
             with suppress(Exception):  # if the storage does not answer, the next round tries again
                 self._put_driver_file()
                 self.pull()
-                self.push_files()
+                self.push()
 
     def follow(self, options: dict[str, Any], path: str) -> None:
         """Take the rows of a trial from its new checkpoint at the next `pull`.
@@ -285,7 +274,7 @@ class StoredStudy:
         with self._pull_lock:
             for run_id in list(self._new_checkpoints):
                 path = self._new_checkpoints.pop(run_id)
-                run_dir, relative_path = self._plan.get_run_dir(run_id), path.removeprefix(f"{self._folder.path}/")
+                run_dir, relative_path = self.plan.get_run_dir(run_id), path.removeprefix(f"{self._folder.path}/")
                 try:
                     for name in LINE_FILES:
                         with suppress(FileNotFoundError):
@@ -294,33 +283,25 @@ class StoredStudy:
                     self._new_checkpoints.setdefault(run_id, path)  # unless a newer one came meanwhile
                     raise
 
-    def add_runs(self, plan: StudyPlan) -> None:
-        """From now on, copy the files of the runs of `plan`, the same study with more runs."""
-        self._plan = plan
-
     def push(self) -> str:
         """Copy study.json, statuses, rows, logs, tables and report; return an error text, or ""."""
         try:
-            self.push_files()
+            with self._push_lock:
+                for name, path in list_driver_files(self.plan).items():
+                    # A file that is just being replaced is copied next time.
+                    with suppress(FileNotFoundError):
+                        stat = path.stat()
+                        # Replacing a file changes its inode, and appending changes its size and time.
+                        fingerprint = stat.st_ino, stat.st_size, stat.st_mtime_ns
+                        if self._pushed_stats.get(name) != fingerprint:
+                            self._folder.put(name, read_bytes(path))
+                            self._pushed_stats[name] = fingerprint
         except OSError as error:
             return (
                 f"Statuses, tables and report could not be copied to {self.uri}: {format_error(error)}. They are in "
-                f"{self._plan.folder}: `{format_command('resume', self._plan.folder)}` copies them."
+                f"{self.plan.folder}: `{format_command('resume', self.plan.folder)}` copies them."
             )
         return ""
-
-    def push_files(self) -> None:
-        """Do the same as `push`, but raise OSError."""
-        with self._push_lock:
-            for name, path in list_driver_files(self._plan).items():
-                # A file that is just being replaced is copied next time.
-                with suppress(FileNotFoundError):
-                    stat = path.stat()
-                    # Replacing a file changes its inode, and appending changes its size and time.
-                    fingerprint = stat.st_ino, stat.st_size, stat.st_mtime_ns
-                    if self._pushed_stats.get(name) != fingerprint:
-                        self._folder.put(name, read_bytes(path))
-                        self._pushed_stats[name] = fingerprint
 
 
 def list_driver_files(plan: StudyPlan) -> dict[str, Path]:
@@ -328,7 +309,7 @@ def list_driver_files(plan: StudyPlan) -> dict[str, Path]:
 
     study.json comes last, so that the other files exist when it appears.
     """
-    names = (*STATUS_FILES, *LINE_FILES)
+    names = (RUN_FILE, STATUS_FILE, *LINE_FILES)
     paths = [plan.get_run_dir(spec.run_id) / name for spec in plan.runs for name in names]
     log_paths = [plan.summary_log, *(plan.output / spec.log_path for spec in plan.runs)]
     return {

@@ -5,6 +5,7 @@ The same study is continued; another one is refused with a list of the differenc
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -13,22 +14,14 @@ from pydantic import ValidationError
 
 from search_spaces.catalog import FAMILIES, STUDIES
 from search_spaces.declaration.study import Study
-from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.command_lines import format_command
 from trainable.config.run_config import ConfigError, apply_overrides, format_validation_error
-from trainable.config.setting_types import format_value
+from trainable.config.setting_types import flatten_settings, format_value
 from trainable.files.json_values import DamagedFileError
 from trainable.files.paths import UnsafePathError, lock_file, open_regular
 from trainable.runs.stop_rules import RULES
-from trainable.runs.study_record import (
-    RUN_FILE,
-    STUDY_FILE,
-    RunRecord,
-    StudyRecord,
-    find_record,
-    read_record,
-)
+from trainable.runs.study_record import RUN_FILE, STUDY_FILE, RunRecord, StudyRecord, find_record, read_record
 from tune_study.folder.origin import NOTHING, check_outside_values, find_usable_storage, list_plan_values
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy, check_recorded_files, check_same_source, explain_missing_file
@@ -37,21 +30,18 @@ from tune_study.plan.storage_uri import is_same_folder
 from tune_study.plan.study_plan import StudyPlan, build_plan, make_arm_config, rebuild_plan, set_max_seeds, set_points
 from tune_study.plan.typed_settings import find_study, format_values
 
-_MAX_SUGGESTIONS = 3
 NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
 
 
 def _suggest_studies(folder: Path) -> str:
-    """Name the studies in or above `folder` as the end of a sentence, or say where such a path comes from."""
-    try:
+    """Name a study in or above `folder` as the end of a sentence, or say where such a path comes from."""
+    with suppress(PermissionError):
         paths = sorted(path.parent for pattern in ("*", "results/*") for path in folder.glob(f"{pattern}/study.json"))
         # The path of a file or a folder of a study, such as its report.
-        paths = paths or [path for path in folder.parents if (path / STUDY_FILE).is_file()]
-    except PermissionError:
-        paths = []
-    names = [format_value(path, 1000) for path in paths[:_MAX_SUGGESTIONS]]
-    names += [f"{len(paths) - len(names)} more"] if len(paths) > len(names) else []
-    return f"such as {' or '.join(names)}" if names else f"as `{format_command('run')}` printed it"
+        paths += [path for path in folder.parents if (path / STUDY_FILE).is_file()]
+        if paths:
+            return f"such as {format_value(paths[0], 1000)}"
+    return f"as `{format_command('run')}` printed it"
 
 
 def read_study(folder: Path) -> StudyRecord:
@@ -130,11 +120,8 @@ def plan_from_folder(
             study = replace(study, baseline=record.baseline or study.baseline)
         if record.preset not in study.family.presets:
             raise PlanError(f"there is no preset {format_value(record.preset)}.")
-        values, extra_seeds = record.axis.values, record.extra_seeds
-        if unknown := extra_seeds.keys() - {*values}:
-            raise PlanError(f"it has further seeds of {format_value(unknown.pop())}, which is not one of its arms.")
-        preset = record.preset, record.preset_reason
-        plan = build_plan(study, *preset, base, values, record.seeds, folder, extra_seeds)
+        preset, values = (record.preset, record.preset_reason), record.axis.values
+        plan = build_plan(study, *preset, base, values, record.seeds, folder, record.extra_seeds)
         if own_study is not None and record.baseline not in ("", plan.baseline):
             raise PlanError(
                 f"its baseline {format_value(record.baseline)} was declared before the runs, and "

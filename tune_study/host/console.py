@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, TextIO
+from typing import IO, Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
@@ -19,8 +19,8 @@ from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
-from trainable.files.control_characters import LINE_CHARACTERS, escape_controls
 from trainable.files.json_values import DamageWarning
+from trainable.files.paths import LINE_CHARACTERS, escape_controls
 from trainable.files.step_phase import STEP_PHASE
 
 _LEGIBLE_WIDTH = 24
@@ -94,18 +94,11 @@ def show_phases(console: Console, task: str) -> Iterator[None]:
 def show_warnings() -> None:
     """Print warnings with escaped control characters, and a DamageWarning as a sentence without a line of code."""
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def show(message: Warning | str, category: type[Warning], *place: Any, **_: Any) -> None:
         if issubclass(category, DamageWarning):
             print_error(f"tune_study: {message}")
         else:  # of a library, which may repeat a text of the study
-            print_error(warnings.formatwarning(message, category, filename, lineno, line).rstrip("\n"))
+            print_error(warnings.formatwarning(message, category, *place[:2]).rstrip("\n"))
 
     warnings.showwarning = show
 

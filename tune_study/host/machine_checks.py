@@ -8,7 +8,6 @@ logs or reach Ray's sockets.
 import os
 import shutil
 import stat
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,19 +19,9 @@ import psutil
 from trainable.files.paths import lock_file
 from tune_study.host.gpus import query_nvidia_smi
 
-FOLDER_PREFIX = "ts-"
-"""Prefix of the folder's name, to which eight characters are added. Short, since socket paths must be short."""
-
-RAY_SUBFOLDER = "r"
-"""Name of the folder for Ray inside the session folder."""
-
+FOLDER_PREFIX, RAY_SUBFOLDER = "ts-", "r"
+"""Prefix of the session folder's name, and name of Ray's folder in it. Short, since paths of sockets must be short."""
 _LOCK_FILE = ".lock"
-_MAX_SOCKET_PATH_BYTES = 103 if sys.platform == "darwin" else 107
-"""A socket address has at most 108 bytes (104 on a Mac), including the terminating null byte."""
-_LONGEST_SOCKET_NAME = (
-    f"/{FOLDER_PREFIX}abcdefgh/{RAY_SUBFOLDER}/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
-)
-"""Ray's longest name, with Linux' highest process id, 4194304."""
 
 
 class GpuMemory(NamedTuple):
@@ -56,66 +45,32 @@ def measure_available_memory() -> int:
 
     In a container, psutil reports the machine's memory; the container's limit is in its control group.
     """
-    cgroup_free = read_cgroup_free(Path("/sys/fs/cgroup"), _read_text(Path("/proc/self/cgroup")))
-    machine_free = int(psutil.virtual_memory().available)
-    return machine_free if cgroup_free is None else min(machine_free, cgroup_free)
+    membership = Path("/proc/self/cgroup").read_text(encoding="utf-8")
+    limits = read_cgroup_limits(Path("/sys/fs/cgroup"), membership)
+    return min([int(psutil.virtual_memory().available), *limits])
 
 
-def read_cgroup_free(root: Path, membership: str) -> int | None:
-    """Read how many bytes the control groups of a process still allow it to allocate; None without a limit.
+def read_cgroup_limits(root: Path, membership: str) -> list[int]:
+    """Read how many bytes each control group of a process still allows it to allocate, of groups with a limit.
 
-    root: where control groups are mounted. membership: the text of /proc/<pid>/cgroup, of version 1 or 2.
+    root: where control groups of version 2 are mounted. membership: the text of /proc/<pid>/cgroup.
     """
-    # A line is `hierarchy:controllers:path`. In version 2 the controllers are empty and all groups share one mount.
     free_bytes = []
-    for line in membership.split("\n"):
-        controllers, _, path = line.partition(":")[2].partition(":")
-        if controllers and "memory" not in controllers.split(","):
-            continue  # a version 1 hierarchy that limits something else
-        mount = root / "memory" if controllers else root
-        file_names = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
-        )
-        cgroup_folder = mount / path.strip("/")
-        # Every group above the process limits it too, and the smallest limit counts.
-        for folder in (cgroup_folder, *cgroup_folder.parents):
-            limit, usage = (_read_text(folder / name).strip() for name in file_names)
-            # A limit may be the word `max`, and the parents of the mount are ordinary folders. The usage includes
-            # cached files, and may exceed a limit that has just been lowered.
-            if limit.isdecimal() and usage.isdecimal() and folder.is_relative_to(mount):
-                # The kernel reclaims cached files when memory is needed. In version 1, only the keys with total_
-                # include child groups.
-                lines = _read_text(folder / "memory.stat").splitlines()
-                memory_stat = dict(line.split(" ", 1) for line in lines if " " in line)
-                reclaimable = int(memory_stat.get("total_inactive_file", memory_stat.get("inactive_file", 0)))
-                free_bytes.append(max(int(limit) - int(usage) + reclaimable, 0))
-    return min(free_bytes, default=None)
-
-
-def _read_text(path: Path) -> str:
-    """Read a text file; return "" if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return ""
+    for name in (line.removeprefix("0::") for line in membership.splitlines() if line.startswith("0::")):
+        group = root / name.strip("/")
+        for folder in (group, *group.parents):  # every group above the process limits it, too
+            with suppress(OSError, ValueError):  # a group without a limit has the word `max`, and the mount no file
+                limit, usage = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
+                # The kernel reclaims cached files when memory is needed. The usage includes them, and may exceed a
+                # limit that has just been lowered.
+                memory_stat = dict(line.split(" ", 1) for line in (folder / "memory.stat").read_text().splitlines())
+                free_bytes.append(max(limit - usage + int(memory_stat.get("inactive_file", 0)), 0))
+    return free_bytes
 
 
 def find_ray_folder(environ: Mapping[str, str]) -> Path:
     """Find the folder for Ray's session folder: the one that Ray 2.60 would choose."""
-    # Ray reads TMPDIR only on Linux.
-    names = ("RAY_TMPDIR", "TMPDIR") if sys.platform == "linux" else ("RAY_TMPDIR",)
-    return Path(os.path.abspath(next((environ[name] for name in names if name in environ), "/tmp")))
-
-
-def explain_long_path(ray: Path) -> str:
-    """Explain that the paths of Ray's sockets below `ray` are too long for the kernel, in bytes; empty if not."""
-    length, max_length = len(os.fsencode(ray)), _MAX_SOCKET_PATH_BYTES - len(os.fsencode(_LONGEST_SOCKET_NAME))
-    if length <= max_length:
-        return ""
-    return (
-        f"the path {ray} has {length} bytes; at most {max_length} are possible. Type `export RAY_TMPDIR=/tmp`, or "
-        "another folder with a short path."
-    )
+    return Path(os.path.abspath(environ.get("RAY_TMPDIR", environ.get("TMPDIR", "/tmp"))))
 
 
 def measure_scratch_space() -> int:

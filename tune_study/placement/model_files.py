@@ -159,15 +159,18 @@ def make_missing_teachers(paths: Sequence[str], environ: Mapping[str, str], cons
     """Make every teacher among `paths` that this machine lacks by its command; raise PlanError if that fails."""
     for name in find_missing_teachers(paths, environ):
         print_line(console, f"Making the teacher {name}, once on this machine: about two CPU minutes.")
-        command = ["-m", "trainable.tiny", "--policy", name]
-        with subprocess.Popen(
-            [sys.executable, *command], stdout=subprocess.PIPE, text=True, encoding="utf-8", env=dict(environ)
-        ) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                print_line(console, line.rstrip("\n"))
-        if process.returncode != 0:
-            raise PlanError(
-                f"The teacher {name} could not be made: the command ended with code {process.returncode}. Its message "
-                f"is above; try it with `python {' '.join(command)}`."
-            )
+        run_command(format_teacher_command(name), environ, console)
+
+
+def run_command(command: str, environ: Mapping[str, str], console: Console, advice: str = "") -> None:
+    """Run our command `python -m ...` and show its lines; raise PlanError, with `advice`, if it fails."""
+    with subprocess.Popen(
+        [sys.executable, *command.split()[1:]], stdout=subprocess.PIPE, text=True, encoding="utf-8", env=dict(environ)
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print_line(console, line.rstrip("\n"))
+    if process.returncode != 0:
+        raise PlanError(
+            f"A command ended with code {process.returncode}, and its message is above: try `{command}`{advice}."
+        )

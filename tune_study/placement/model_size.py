@@ -8,13 +8,14 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODELS, TEACHERS
-from trainable.config.model_limits import is_plain_qwen2
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import ModelConfig
 from trainable.files.json_values import parse_json
+from trainable.models.qwen2_shape import is_plain_qwen2
 from tune_study.placement.model_files import find_downloaded_config
 
-# The first seven fields of `ModelShape`, by the billions of parameters in the name. Source: config.json on the hub.
+_HUB_ID = re.compile(r"Qwen/Qwen2\.5-(?:Math-|Coder-)?([\d.]+)B(?:-Instruct)?")
+"""Models of the shape of their base model. Quantized models are left out, since they cannot be trained here."""
 _SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "0.5": (151_936, 896, 4864, 24, 14, 2, True),
     "1.5": (151_936, 1536, 8960, 28, 12, 2, True),
@@ -24,8 +25,7 @@ _SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "32": (152_064, 5120, 27_648, 64, 40, 8, False),
     "72": (152_064, 8192, 29_568, 80, 64, 8, False),
 }
-_HUB_ID = re.compile(r"Qwen/Qwen2\.5-(?:|Math-(?=1\.5|7)|Coder-(?!72))(0\.5|1\.5|3|7|14|32|72)B(?:-Instruct)?")
-"""The released models: Math has 1.5, 7 and 72 billion parameters, and Coder all sizes but the last."""
+"""The first seven fields of `ModelShape`, by the billions of parameters in the name. Source: config.json on the hub."""
 
 
 class ModelShape(BaseModel):
@@ -53,7 +53,7 @@ class ModelShape(BaseModel):
     head_size: PositiveInt | None = None
     """Channels of one attention head; None for Qwen2, where they follow from the hidden size."""
     is_plain_qwen2: bool = False
-    """Whether our own implementation runs the model (see `trainable.config.model_limits`)."""
+    """Whether our own implementation runs the model (see `trainable.models.qwen2_shape`)."""
     max_position_embeddings: PositiveInt | None = None
     """Tokens of the context; None if only the number of parameters is known."""
 
@@ -65,26 +65,37 @@ class ModelShape(BaseModel):
     @property
     def block_weights(self) -> tuple[int, int]:
         """Parameters per block, all counted before the attention, since plans pass every token through every block."""
-        parameters = sum(list_trunk_tensor_sizes(self)) - self.vocab_size * self.hidden_size
-        return parameters // self.num_hidden_layers, 0
+        return (sum(list_trunk_sizes(self)) - self.embedding) // self.num_hidden_layers, 0
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding, and of a head of its own."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def own_head(self) -> int:
+        """Parameters of the head; 0 if it is the embedding."""
+        return 0 if self.tie_word_embeddings else self.embedding
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the policy."""
+        return sum(list_trunk_sizes(self)) + self.own_head
 
 
 def find_published_sizes(path: str) -> dict[str, int | bool] | None:
-    """Look up the config.json fields that determine a model's shape; None unless `path` is a Qwen2.5 hub id.
-
-    Math, Coder and Instruct models have the shape of the base model of the same size. Quantized models are not listed,
-    because they cannot be trained here.
-    """
+    """Look up the fields of `_SIZES` for a hub id; None unless it is a model of Qwen2.5."""
     match = _HUB_ID.fullmatch(path)
-    return None if match is None else dict(zip(ModelShape.model_fields, _SIZES[match[1]], strict=False))
+    sizes = _SIZES.get(match[1]) if match else None
+    return None if sizes is None else dict(zip(ModelShape.model_fields, sizes, strict=False))
 
 
 def read_model_shape(path: str, environ: Mapping[str, str]) -> ModelShape | None:
     """Read the shape of the model at `path`: a shipped model, a teacher, a folder, or a hub id.
 
-    Nothing is downloaded. A hub id is looked up in the hub cache, and Qwen2.5 models also in `find_published_sizes`.
-    Returns None if the model is not on this machine or its config.json does not describe a trainable model;
-    `check_model` then says why. environ: the environment variables, which determine the hub cache.
+    Nothing is downloaded: a hub id is looked up in the hub cache, and Qwen2.5 models also in `_SIZES`. Returns None if
+    the model is not on this machine or its config.json does not describe a trainable model; `check_model` then says
+    why. environ: the environment variables, which determine the hub cache.
     """
     folder = os.path.expanduser(path)
     if path in SHIPPED_MODELS or path in TEACHERS:  # a teacher has the shape of its policy
@@ -93,7 +104,7 @@ def read_model_shape(path: str, environ: Mapping[str, str]) -> ModelShape | None
         config_path = Path(folder) / "config.json"
     else:
         config_path = find_downloaded_config(path, environ)
-    if config_path is None:  # not downloaded
+    if config_path is None:
         sizes = find_published_sizes(path)
         return None if sizes is None else ModelShape.model_validate({**sizes, "is_plain_qwen2": True})
     try:
@@ -122,9 +133,7 @@ def list_linear_layers(shape: ModelShape) -> dict[str, tuple[int, int]]:
 
 def list_trunk_matrices(shape: ModelShape) -> list[tuple[int, int]]:
     """List the (inputs, outputs) of each linear layer of the trunk: of all blocks, without the head."""
-    if shape.trunk:
-        return list(shape.matrices)
-    return list(list_linear_layers(shape).values()) * shape.num_hidden_layers
+    return list(shape.matrices) if shape.trunk else [*list_linear_layers(shape).values()] * shape.num_hidden_layers
 
 
 def list_adapted_layers(shape: ModelShape, model: ModelConfig) -> list[tuple[int, int]]:
@@ -133,55 +142,39 @@ def list_adapted_layers(shape: ModelShape, model: ModelConfig) -> list[tuple[int
     return [layers[name] for name in layers if model.lora_rank and (names == "all-linear" or name in names)]
 
 
-def list_trunk_tensor_sizes(shape: ModelShape) -> list[int]:
-    """List the elements of embedding, blocks and final norm. In Qwen2 only query, key and value layers have a bias."""
+def list_trunk_sizes(shape: ModelShape) -> list[int]:
+    """List the elements of the tensors of embedding, blocks and final norm."""
     if shape.trunk:
         return list(shape.trunk)
     block_sizes = []
     for name, (inputs, outputs) in list_linear_layers(shape).items():
         block_sizes += [inputs * outputs, outputs] if name in ("q_proj", "k_proj", "v_proj") else [inputs * outputs]
     block_sizes += [shape.hidden_size] * 2  # the gains of two norms
-    return [shape.vocab_size * shape.hidden_size, *block_sizes * shape.num_hidden_layers, shape.hidden_size]
+    return [shape.embedding, *block_sizes * shape.num_hidden_layers, shape.hidden_size]
 
 
-def list_policy_tensor_sizes(shape: ModelShape) -> list[int]:
-    """List the elements of every parameter tensor of the policy. A tied head is the embedding, counted once."""
-    head_sizes = [] if shape.tie_word_embeddings else [shape.vocab_size * shape.hidden_size]
-    return list_trunk_tensor_sizes(shape) + head_sizes
-
-
-def list_trained_tensor_sizes(shape: ModelShape, config: RunConfig) -> dict[str, list[int]]:
+def list_trained_sizes(shape: ModelShape, config: RunConfig) -> dict[str, list[int]]:
     """List the number of elements of each trained tensor, by network: `policy` and, if there is one, `critic`.
 
     With LoRA only the adapters and the value head are trained. With `critic.shared_trunk` the value head belongs to the
     policy. There is then no `critic`, as with an advantage estimator without values.
     """
-    head_sizes = [shape.hidden_size, 1]  # weight and bias of the value head
-    trunk_sizes, policy_sizes = list_trunk_tensor_sizes(shape), list_policy_tensor_sizes(shape)
+    value_head = [shape.hidden_size, 1]  # weight and bias
+    trunk = list_trunk_sizes(shape)
+    policy = trunk if shape.tie_word_embeddings else [*trunk, shape.embedding]
     if config.model.lora_rank:  # A and B of every adapter
         layers = list_adapted_layers(shape, config.model)
-        trunk_sizes = [config.model.lora_rank * size for layer in layers for size in layer] * shape.num_hidden_layers
-        policy_sizes = trunk_sizes
+        trunk = policy = [config.model.lora_rank * size for layer in layers for size in layer] * shape.num_hidden_layers
     if not config.algorithm.estimator.needs_critic:
-        return {"policy": policy_sizes}
+        return {"policy": policy}
     if config.critic.shared_trunk:
-        return {"policy": policy_sizes + head_sizes}
-    return {"policy": policy_sizes, "critic": trunk_sizes + head_sizes}
-
-
-def count_trained_parameters(shape: ModelShape, config: RunConfig) -> dict[str, int]:
-    """Count the trained parameters of the policy (with a value head on a shared trunk) and of the critic."""
-    return {name: sum(sizes) for name, sizes in list_trained_tensor_sizes(shape, config).items()}
-
-
-def count_policy_parameters(shape: ModelShape) -> int:
-    """Count the parameters of the policy."""
-    return sum(list_policy_tensor_sizes(shape))
+        return {"policy": policy + value_head}
+    return {"policy": policy, "critic": trunk + value_head}
 
 
 def count_block_parameters(shape: ModelShape) -> int:
     """Count the parameters of the linear layers of all blocks, including biases: without embedding, norms and head."""
     if shape.trunk:
-        return shape.linear - (not shape.tie_word_embeddings) * shape.vocab_size * shape.hidden_size
+        return shape.linear - shape.own_head
     norm_parameters = (2 * shape.num_hidden_layers + 1) * shape.hidden_size
-    return sum(list_trunk_tensor_sizes(shape)) - shape.vocab_size * shape.hidden_size - norm_parameters
+    return sum(list_trunk_sizes(shape)) - shape.embedding - norm_parameters

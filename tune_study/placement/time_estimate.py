@@ -7,23 +7,21 @@ estimate has been compared with a GPU. On a CPU, for cores like the one on which
 
 import math
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from trainable.config.run_config import RunConfig
+from trainable.families import Family
 from trainable.models.qwen2_shape import estimate_forward_flops
-from trainable.rollout.kv_cache_size import compute_max_tokens, compute_token_kv_bytes
-from tune_study.placement import memory, model_size
+from trainable.rollout.kv_cache_size import compute_max_tokens, compute_token_kv_bytes, count_ranks, get_dtype_bytes
+from tune_study.placement import memory
 from tune_study.placement.disk import count_validations
 from tune_study.placement.memory_plan import MemoryPlan
-from tune_study.placement.model_size import ModelShape
+from tune_study.placement.model_size import ModelShape, list_trained_sizes, read_model_shape
 from tune_study.plan.study_plan import ResourcePlan, RunSpec, StudyPlan
 
 ASSUMED_MFU, ASSUMED_BANDWIDTH_FRACTION = 0.4, 0.5
 """Fractions of a GPU's published rates that passes (FLOP/s) and sampling (bytes/s) are assumed to reach."""
-FLOAT32_SLOWDOWN = 15
-"""Duration of float32 passes relative to bfloat16, as on an H100: 67 against 989 TFLOP/s (NVIDIA's data sheet)."""
-OFFLOADED_SECONDS_PER_PARAMETER = 6.8e-9
-"""Seconds per parameter of an offloaded AdamW step on one CPU thread, as measured with torch 2.13."""
 PASS_RATES, SAMPLING_RATES = {True: 48e9, False: 40e9}, {True: 35e9, False: 11e9}
 """FLOP/s that one core reaches with and without compiled code, with the laptop preset (docs/performance.md)."""
 TYPICAL_FILL = 0.5
@@ -63,17 +61,17 @@ def estimate_update_flops(shape: ModelShape, config: RunConfig) -> float:
     gradients counts as three, since a backward pass computes gradients of activations and of weights, which are frozen
     with LoRA. Gradient checkpointing repeats the forward pass.
     """
-    env, tokens = config.env, compute_max_tokens(config)
-    rows = env.env_groups * env.group_size * env.max_conversations_per_rollout
+    tokens = compute_max_tokens(config)
     policy_flops, critic_flops = (
-        rows * estimate_forward_flops(shape, [tokens], tokens, outputs) for outputs in (shape.vocab_size, 0)
+        config.episodes_per_step * estimate_forward_flops(shape, [tokens], tokens, outputs)
+        for outputs in (shape.vocab_size, 0)
     )
     train_factor = 3 - (config.model.lora_rank > 0) + config.model.enable_gradient_checkpointing
     policy_passes = config.actor.ppo_epochs * (train_factor + config.actor.loss.needs_pass_before_step)
     policy_passes += config.trains_with_reference
     policy_passes += config.rollout.has_own_weights and config.rollout.recompute_logprobs
     critic_passes = float(config.algorithm.estimator.needs_critic)  # values of the rollouts
-    if "critic" in model_size.count_trained_parameters(shape, config):  # else a head on the policy's trunk, if any
+    if "critic" in list_trained_sizes(shape, config):  # else a head on the policy's trunk, if any
         critic_passes += config.critic.ppo_epochs * train_factor
     return policy_passes * policy_flops + critic_passes * critic_flops
 
@@ -83,15 +81,15 @@ def estimate_sampling_seconds(shape: ModelShape, config: RunConfig, rows: int, r
 
     That is one forward pass over all tokens, and one read of weights and KV cache per sampled token.
     """
-    dtype_bytes, tokens = memory.get_dtype_bytes(config), compute_max_tokens(config)
-    rank_rows = -(-rows // memory.count_ranks(config))
+    tokens, rank_rows = compute_max_tokens(config), -(-rows // count_ranks(config))
     # vLLM decodes at most VLLM_MAX_SEQS conversations at once. The torch sampler decodes all of them, and without LoRA
     # reads the policy's float32 weights.
     waves = math.ceil(rank_rows / memory.VLLM_MAX_SEQS) if config.rollout.uses_vllm else 1
-    weight_bytes = dtype_bytes if config.rollout.uses_vllm or config.model.lora_rank else memory.FLOAT32
+    is_cast = config.rollout.uses_vllm or config.model.lora_rank
+    weight_bytes = get_dtype_bytes(config) if is_cast else memory.FLOAT32
     # A conversation grows from nothing to its full length, so its cache is half full on average.
-    cache_bytes = rank_rows * tokens / 2 * compute_token_kv_bytes(shape, dtype_bytes)
-    read_bytes = waves * weight_bytes * model_size.count_policy_parameters(shape) + cache_bytes
+    cache_bytes = rank_rows * tokens / 2 * compute_token_kv_bytes(shape, config)
+    read_bytes = waves * weight_bytes * shape.parameters + cache_bytes
     decode_seconds = config.env.max_turn * config.rollout.response_length * read_bytes / rates.memory_bandwidth
     prefill_flops = rank_rows * estimate_forward_flops(shape, [tokens], tokens, shape.vocab_size)
     prefill_seconds = prefill_flops / rates.peak_flops_per_s
@@ -103,80 +101,64 @@ def estimate_run_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) 
 
     The ranks of a run divide the work. A run on a fraction of a GPU shares its time with other runs.
     """
-    env, trainer, ranks = config.env, config.trainer, memory.count_ranks(config)
-    flops_per_s = ASSUMED_MFU * rates.peak_flops_per_s / (FLOAT32_SLOWDOWN if config.model.dtype == "float32" else 1)
-    rows = env.env_groups * env.group_size * env.max_conversations_per_rollout
-    step_seconds = estimate_update_flops(shape, config) / ranks / flops_per_s
-    step_seconds += estimate_sampling_seconds(shape, config, rows, rates)
-    evaluations = [(count_validations(config), env.val_env_groups * env.val_group_size), (2, env.test_env_groups)]
-    seconds = trainer.total_training_steps * step_seconds + sum(
-        count * estimate_sampling_seconds(shape, config, rows, rates) for count, rows in evaluations if rows
-    )
-    offload_seconds = 0.0
-    if trainer.uses_deepspeed and trainer.offload_optimizer:
-        for name, parameters in model_size.count_trained_parameters(shape, config).items():
-            optim = config.actor if name == "policy" else config.critic
-            updates = optim.ppo_epochs * math.ceil(config.max_batch_size / optim.ppo_mini_batch_size)
-            offload_seconds += updates * parameters / ranks * OFFLOADED_SECONDS_PER_PARAMETER
-    return seconds / min(trainer.n_gpus_per_node, 1.0) + trainer.total_training_steps * offload_seconds
+    env, steps = config.env, config.trainer.total_training_steps
+    seconds = steps * estimate_update_flops(shape, config) / count_ranks(config) / rates.peak_flops_per_s / ASSUMED_MFU
+    val_rows = env.val_env_groups * env.val_group_size
+    rollouts = [(steps, config.episodes_per_step), (count_validations(config), val_rows), (2, env.test_env_groups)]
+    seconds += sum(count * estimate_sampling_seconds(shape, config, rows, rates) for count, rows in rollouts if rows)
+    return seconds / min(config.trainer.n_gpus_per_node, 1.0)
 
 
-def estimate_cpu_run_seconds(shape: ModelShape, config: RunConfig) -> float:
-    """Estimate the seconds of a run on one core, with episodes of typical length. A typical tree asks no child."""
-    env, steps, tokens = config.env, config.trainer.total_training_steps, compute_max_tokens(config)
-    episodes = steps * env.env_groups * env.group_size + 2 * env.test_env_groups
+def estimate_cpu_run_seconds(spec: RunSpec, family: Family) -> float | None:
+    """Estimate the seconds of a run on one core, with episodes of typical length; None if unknown."""
+    if family.estimate_step_seconds is not None:
+        step_seconds = family.estimate_step_seconds(spec.config)
+        return None if step_seconds is None else step_seconds * spec.steps
+    config = spec.ppo_config
+    shape = read_model_shape(config.model.path, os.environ)
+    if shape is None:
+        return None
+    env, typical_tokens = config.env, round(TYPICAL_FILL * compute_max_tokens(config))
+    episodes = spec.steps * env.env_groups * env.group_size + 2 * env.test_env_groups
     episodes += count_validations(config) * env.val_env_groups * env.val_group_size
-    update_flops = TYPICAL_FILL * steps * estimate_update_flops(shape, config) / env.max_conversations_per_rollout
-    typical_tokens = round(TYPICAL_FILL * tokens)
     sampling_flops = episodes * estimate_forward_flops(shape, [typical_tokens], typical_tokens, shape.vocab_size)
-    update_seconds = update_flops / PASS_RATES[config.model.compiled_passes]
+    # A typical tree asks no child.
+    step_flops = TYPICAL_FILL * estimate_update_flops(shape, config) / env.max_conversations_per_rollout
+    update_seconds = spec.steps * step_flops / PASS_RATES[config.model.compiled_passes]
     return RUN_START_SECONDS + update_seconds + sampling_flops / SAMPLING_RATES[config.rollout.uses_compiled_sampler]
 
 
-def _estimate_cpu_seconds(plan: StudyPlan, spec: RunSpec) -> float | None:
-    if (estimate_step := plan.study.family.estimate_step_seconds) is not None:
-        step_seconds = estimate_step(spec.config)
-        return None if step_seconds is None else step_seconds * spec.steps
-    shape = model_size.read_model_shape(spec.ppo_config.model.path, os.environ)
-    return None if shape is None else estimate_cpu_run_seconds(shape, spec.ppo_config)
-
-
-def format_cpu_time_line(plan: StudyPlan, resource_plan: ResourcePlan) -> str | None:
-    """Format the estimate for a study that trains on CPUs; None on GPUs, and if the time of a run is unknown."""
-    run_seconds = {} if resource_plan.gpu_slots else {s.run_id: _estimate_cpu_seconds(plan, s) for s in plan.runs}
-    known_seconds = {run_id: seconds for run_id, seconds in run_seconds.items() if seconds is not None}
-    if not known_seconds or len(known_seconds) < len(run_seconds):
-        return None
-    # A trial uses one core, whether or not it trains its runs together.
-    trial_seconds = [sum(known_seconds[spec.run_id] for spec in specs) for specs in plan.trials]
-    study_seconds = max(*trial_seconds, sum(trial_seconds) / max(resource_plan.max_concurrent, 1))
-    types = {config.model.dtype for config in plan.ppo_configs} - {"float32"}
-    types_text = f"; measured in float32, and a CPU is slower in {' and '.join(sorted(types))}" if types else ""
-    return (
-        f"Time: about {format_estimate(max(known_seconds.values()))} per run, {format_estimate(study_seconds)} for "
-        f"these {len(plan.runs)} runs, and half a minute to start and to report; an estimate from measurements on one "
-        f"machine, others take half as long or twice as long{types_text}"
-    )
-
-
 def format_time_line(
-    memory_plan: MemoryPlan, plan: StudyPlan, resource_plan: ResourcePlan, gpu_names: tuple[str, ...]
-) -> str | None:
-    """Format the estimate for a study on GPUs with these names; None if the rates of one are unknown."""
-    known_rates = [next((rates for part, rates in _GPU_RATES.items() if part in name), None) for name in gpu_names]
-    gpu_rates = [rates for rates in known_rates if rates is not None]
-    if not gpu_rates or len(gpu_rates) < len(gpu_names):
-        return None
+    plan: StudyPlan, resource_plan: ResourcePlan, memory_plan: MemoryPlan | None, gpu_names: Sequence[str]
+) -> str:
+    """Format the estimated time of a study, on GPUs with these names; empty if it is unknown."""
+    num_runs, num_slots = len(plan.runs), max(resource_plan.max_concurrent, 1)
+    if not resource_plan.gpu_slots:
+        run_seconds = {spec.run_id: estimate_cpu_run_seconds(spec, plan.study.family) or math.inf for spec in plan.runs}
+        # A trial uses one core, whether or not it trains its runs together.
+        trial_seconds = [sum(run_seconds[spec.run_id] for spec in specs) for specs in plan.trials]
+        if math.inf in trial_seconds:
+            return ""
+        study_seconds = max(*trial_seconds, sum(trial_seconds) / num_slots)
+        return (
+            f"Time: about {format_estimate(study_seconds)} for these {num_runs} runs, estimated from measurements on "
+            "one machine; others take half as long or twice as long"
+        )
+    parts = [next((part for part in _GPU_RATES if part in name), "") for name in gpu_names]
+    if memory_plan is None or not parts or "" in parts:
+        return ""
+    # The rates are for passes in 16 bits, and for optimizer steps on the GPU.
+    config = memory_plan.config
+    if config.model.dtype == "float32" or config.trainer.offload_optimizer:
+        return ""
     # A run may get any of the GPUs, so the slowest arithmetic and the slowest memory count.
-    rates = GpuRates(*map(min, zip(*gpu_rates, strict=True)))
+    rates = GpuRates(*map(min, zip(*(_GPU_RATES[part] for part in parts), strict=True)))
     # The run that needs most memory stands for all runs.
-    run_seconds = estimate_run_seconds(memory_plan.model.shape, memory_plan.config, rates)
-    study_seconds = run_seconds * math.ceil(len(plan.runs) / max(resource_plan.max_concurrent, 1))
+    study_seconds = estimate_run_seconds(memory_plan.run.shape, config, rates) * math.ceil(num_runs / num_slots)
     return (
-        f"Time: at most about {format_estimate(run_seconds)} per run, {format_estimate(study_seconds)} for the study; "
-        f"an estimate for conversations of {compute_max_tokens(memory_plan.config)} tokens, at {ASSUMED_MFU:.0%} of "
-        f"{rates.peak_flops_per_s / 1e12:g} TFLOP/s and {ASSUMED_BANDWIDTH_FRACTION:.0%} of "
-        f"{rates.memory_bandwidth / 1e12:g} TB/s"
+        f"Time: at most about {format_estimate(study_seconds)} for these {num_runs} runs, with conversations of "
+        f"{compute_max_tokens(config)} tokens, at {ASSUMED_MFU:.0%} of {rates.peak_flops_per_s / 1e12:g} TFLOP/s and "
+        f"{ASSUMED_BANDWIDTH_FRACTION:.0%} of {rates.memory_bandwidth / 1e12:g} TB/s"
     )
 
 

@@ -1,17 +1,20 @@
-"""Load studies and plug-ins from a user's files, before runs are planned.
+"""Write, load and compare a user's files: studies and plug-ins, before runs are planned.
 
 Only typed files are opened and executed: named by an option, by a typed study file, or in the call of `tune_study.run`.
 A results folder records the texts, for reading and for comparison. A path in a folder is shown and never opened.
 """
 
 import difflib
+import itertools
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from search_spaces.catalog import STUDIES, SUITES
-from search_spaces.declaration.study import Study
+from search_spaces.declaration.study import Study, make_grid_axis
+from search_spaces.language_model.family import PPO
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.command_lines import format_command
 from trainable.config.own_parts import (
@@ -24,24 +27,43 @@ from trainable.config.own_parts import (
     pin_values,
     register_file,
 )
+from trainable.config.run_config import RunConfig, apply_overrides, resolve_key
 from trainable.config.setting_types import format_value
-from trainable.files.control_characters import LINE_CHARACTERS, is_printable
 from trainable.runs.study_record import SourceFile
 from tune_study.plan.errors import PlanError
+from tune_study.plan.typed_settings import check_varied
 
 NEW_COMMAND = format_command("new", "NAME", "--vary", "actor.lr=1e-4,3e-4")
 """An example of the command that writes the file of a study."""
 
-DEFAULT_NAME = "STUDY"
-"""The variable of a file that holds its study, unless another one is typed after a colon."""
+VARIABLE = "STUDY"
+"""The variable of a file that holds its study."""
 
 GAME_SETTING = "env.name"
 CODE_OPTION = "--code"
 """The option that names plug-in files where no setting does."""
 
-MAX_SOURCE_BYTES = 1_000_000
 MAX_DIFF_LINES = 40
 
+PRESETS = tuple(name for name, preset in PPO.presets.items() if not preset.variant_of)
+
+_FILE = '''"""{question}"""
+
+from search_spaces.declaration.study import {imports}
+from search_spaces.language_model.common import SWEEP_SETTINGS
+from search_spaces.language_model.family import PPO
+
+{constants}STUDY = Study(
+    name="{name}",  # names the folder of the results
+    family=PPO,  # fine-tunes a language model, with any setting of `python -m tune_study settings --all`
+    question=__doc__,  # stands above the report
+    # The arms. `{option}` of the command line chooses {choice}.
+    axis={axis},
+    # Settings of all arms, as --set takes them; the preset has the others.
+    fixed_settings={{**SWEEP_SETTINGS, "actor.entropy_coeff": 0.0, "filter.rollout_filter_value": 1.0}},
+    baseline={baseline},  # the arm that the others are compared with{contrasts}
+)
+'''
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
@@ -49,16 +71,11 @@ class StudySource(NamedTuple):
     """Where the declaration of a study comes from."""
 
     typed: str
-    """The path of its file, maybe with a variable, as it was typed; empty for a study that was declared in Python."""
+    """The path of its file, as it was typed; empty for a study that was declared in Python."""
     text: str
     """The content of the file."""
     accepts_change: bool = False
     """Whether a study that was started with another text may continue."""
-
-    @property
-    def path(self) -> str:
-        """The path of the file; empty for a study that was declared in Python."""
-        return _split_path(self.typed)[0]
 
     @property
     def record(self) -> SourceFile:
@@ -74,26 +91,22 @@ class OwnStudy(NamedTuple):
 
 
 def is_study_file(name: str) -> bool:
-    """Check whether the name of a study is the path of a Python file, with or without a variable after a colon."""
-    return _split_path(name)[0].endswith(".py")
+    """Check whether the name of a study is the path of a Python file."""
+    return name.endswith(".py")
 
 
 def load_own_study(typed: str, accepts_change: bool = False) -> OwnStudy:
-    """Execute the Python file that was typed, maybe with a variable after a colon, and return its study.
+    """Execute the Python file that was typed, and return its study.
 
     accepts_change: see `StudySource`. Raises PlanError if there is no such file or if it declares no usable study, and
     OwnPartError if it cannot be executed.
     """
-    path_text, variable = _split_path(typed)
-    file = read_source(path_text, f"that declares a study, such as one that `{NEW_COMMAND}` writes")
-    module = register_file(file)
-    study = getattr(module, variable, None)
+    file = read_source(typed, f"that declares a study, such as one that `{NEW_COMMAND}` writes")
+    study = getattr(register_file(file), VARIABLE, None)
     if not isinstance(study, Study):
-        names = [name for name, value in vars(module).items() if isinstance(value, Study)]
-        new_command = format_command("new", "NAME")
-        advice = f"type {path_text}:{names[0]}" if names else f"`{new_command}` writes a file that has one"
-        raise PlanError(f"{format_value(path_text, 1000)} has no Study called {format_value(variable)}: {advice}.")
-    check_study(study, path_text)
+        path = format_value(typed, 1000)
+        raise PlanError(f"{path} has no Study called {VARIABLE}: `{NEW_COMMAND}` writes a file that has one.")
+    check_study(study, typed)
     return OwnStudy(study, StudySource(typed, file.text, accepts_change))
 
 
@@ -112,7 +125,7 @@ def list_resume_options(path: str | None, code_paths: Iterable[str] = ()) -> tup
     path: where the study is declared; None or empty if it is in no file. code_paths: its plug-in files. A file that is
     typed with --study is not repeated.
     """
-    other_paths = [code_path for code_path in code_paths if not path or code_path != _split_path(path)[0]]
+    other_paths = [code_path for code_path in code_paths if code_path != path]
     study_options = ("--study", path) if path else ()
     return (*study_options, *(word for code_path in other_paths for word in (CODE_OPTION, code_path)))
 
@@ -144,19 +157,13 @@ def explain_missing_file(folder: Path, entry: SourceFile) -> str:
     )
 
 
-def _split_path(typed: str) -> tuple[str, str]:
-    """Split what was typed into path and variable."""
-    path, colon, variable = typed.rpartition(":")
-    return (path, variable) if colon and path.endswith(".py") else (typed, DEFAULT_NAME)
-
-
 def is_study_name(name: str) -> bool:
     """Check whether a study may have this name: lower-case words joined by hyphens, since it names folders."""
     return _NAME.fullmatch(name) is not None
 
 
 def check_study(study: Study, path_text: str) -> None:
-    """Raise PlanError for an unusable declaration: an unusable or taken name, unprintable texts, or no axis values.
+    """Raise PlanError for an unusable declaration: an unusable or taken name, or no axis values.
 
     path_text: where the study is declared, for the message.
     """
@@ -169,12 +176,6 @@ def check_study(study: Study, path_text: str) -> None:
     if study.name in STUDIES or study.name in SUITES:
         raise PlanError(
             f"The study of {path} is called {study.name}, like a study of this package: set another name= in the file."
-        )
-    texts = (study.question, study.axis.setting, *study.contrasts, *study.interactions)
-    if hidden_texts := [text for text in texts if not is_printable(text, LINE_CHARACTERS)]:
-        raise PlanError(
-            f"Study {study.name} in {path} has the text {format_value(hidden_texts[0])}, which contains a character "
-            "that cannot be shown: a question, or the name of a contrast, has letters, digits, spaces and signs."
         )
     unknown_presets = study.axis.grids.keys() - study.family.presets.keys()
     if unknown_presets or not any(study.axis.grids.values()):
@@ -193,10 +194,7 @@ def read_source(path_text: str, purpose: str) -> PartFile:
     if not path.is_file():
         raise PlanError(f"There is no file {shown_path}: type the path of a Python file {purpose}.")
     try:
-        content = path.read_bytes()
-        if len(content) > MAX_SOURCE_BYTES:
-            raise PlanError(f"{shown_path} has more than {MAX_SOURCE_BYTES} bytes: type the path of a file {purpose}.")
-        return PartFile(path_text, content.decode())
+        return PartFile(path_text, path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{shown_path} cannot be read ({error}): type the path of a Python file.") from None
 
@@ -326,3 +324,83 @@ def check_parts(configs: Sequence[BaseRunConfig]) -> None:
     # Games first, since other plug-ins are tried with them.
     for (setting, _, _), config in sorted(configs_by_part.items(), key=lambda entry: entry[0][0] != GAME_SETTING):
         check_part(config, setting)
+
+
+def parse_factors(assignments: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Parse the values of each --vary KEY=VALUE,VALUE,..., by setting, as they were typed.
+
+    Raises PlanError or ConfigError if a setting or a value does not exist or is given twice.
+    """
+    if not assignments:
+        raise PlanError("A study varies at least one setting: type --vary KEY=VALUES, like --vary actor.lr=1e-4,3e-4.")
+    factors: dict[str, tuple[str, ...]] = {}
+    for assignment in assignments:
+        key, _, text = assignment.partition("=")
+        values = tuple(value.strip() for value in text.split(","))
+        if len(values) < 2 or not all(values):
+            raise PlanError(
+                f"--vary {format_value(assignment)} does not have two values or more: type --vary KEY=VALUE,VALUE, "
+                "like --vary actor.lr=1e-4,3e-4,1e-3."
+            )
+        setting = resolve_key(key.strip(), RunConfig)
+        if setting == "seed":
+            raise PlanError("Seeds are no axis: type --seeds N when you run the study.")
+        duplicates = [f"the value {value}" for number, value in enumerate(values) if value in values[:number]]
+        if twice := [f"the setting {setting}"] if setting in factors else duplicates:
+            raise PlanError(f"--vary has {format_value(twice[0])} twice: give it once.")
+        factors[setting] = values
+    base = apply_overrides(RunConfig(), PPO.presets["laptop"].settings)
+    for arm in itertools.product(*factors.values()):
+        check_varied(base, dict(zip(factors, arm, strict=True)))
+    return factors
+
+
+def format_study(name: str, factors: Mapping[str, tuple[str, ...]]) -> str:
+    """Format a file that declares the study `name` over the values of each setting in `factors`."""
+    grids = {setting: f"({', '.join(map(json.dumps, values))})" for setting, values in factors.items()}
+    fields = {"name": name, "constants": "", "contrasts": "", "option": "--values", "choice": "others"}
+    if len(factors) == 1:
+        ((setting, grid),) = grids.items()
+        presets = ", ".join(f"{json.dumps(preset)}: {grid}" for preset in PRESETS)
+        fields["axis"] = f"Axis({json.dumps(setting)}, {{{presets}}})"
+        fields["question"] = f"Does {setting} change the success of the policy?"
+        fields["imports"], baseline = "Axis, Study", factors[setting][0]
+    else:
+        lines = "".join(f"\n    {json.dumps(key)}: {grid}," for key, grid in grids.items())
+        fields["constants"] = f"FACTORS = {{{lines}\n}}\n\n"
+        fields["axis"] = "make_grid_axis(FACTORS)"
+        fields["contrasts"] = (
+            "\n    contrasts=make_grid_contrasts(FACTORS),  # main effects"
+            "\n    interactions=make_grid_interactions(FACTORS),"
+        )
+        fields["option"], fields["choice"] = "--arms", "some of them"
+        fields["question"] = f"How do {' and '.join(factors)} change the success of the policy?"
+        fields["imports"] = "Study, make_grid_axis, make_grid_contrasts, make_grid_interactions"
+        baseline = make_grid_axis(factors).grids[PRESETS[0]][0]
+    return _FILE.format(**fields, baseline=json.dumps(baseline))
+
+
+def write_study_file(name: str, assignments: Sequence[str], path: Path | None) -> tuple[Path, str]:
+    """Write the file of a new study; return its path and the command that runs it.
+
+    path: the file; None for NAME.py in the current folder. Raises PlanError if the name is taken or the file exists.
+    """
+    if not is_study_name(name) or name in STUDIES or name in SUITES:
+        problem = "is a study of this package" if name in STUDIES or name in SUITES else "is no name of a study"
+        raise PlanError(
+            f"{format_value(name)} {problem}: type another one, of lower-case words joined by hyphens, like my-lr."
+        )
+    factors = parse_factors(assignments)
+    path = path or Path(f"{name.replace('-', '_')}.py")
+    if path.suffix != ".py":
+        raise PlanError(f"--to {format_value(str(path), 1000)} does not end in .py: type the name of a Python file.")
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(format_study(name, factors))
+    except FileExistsError:
+        raise PlanError(
+            f"{format_value(str(path), 1000)} exists and is left unchanged: type --to with another file."
+        ) from None
+    except OSError as error:
+        raise PlanError(f"{format_value(str(path), 1000)} cannot be written: {error.strerror}.") from None
+    return path, format_command("run", path)

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pkgutil import resolve_name
 
 from search_spaces.catalog import STUDIES
-from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
+from trainable.config.setting_types import flatten_settings
 from trainable.families import Remark
+from tune_study.plan.errors import Problem
 from tune_study.plan.study_plan import StudyPlan, make_base_config
 
 PPO_REMARKS: tuple[Remark, ...] = (
@@ -23,36 +24,16 @@ PPO_REMARKS: tuple[Remark, ...] = (
         "advantages are 0",
     ),
     Remark(
-        lambda c: c.env.group_size == 1 and c.filter.has_spread_metric and not c.filter.rollout_filter_include_zero,
-        "env.group_size=1 makes filter.rollout_filter_metric={c.filter.rollout_filter_metric} 0 in every group, and "
-        "filter.rollout_filter_include_zero=False drops such groups: no step has a batch",
-    ),
-    Remark(
         lambda c: c.copies_per_step > 0,
         "actor.ppo_mini_batch_size={c.actor.ppo_mini_batch_size} does not divide the {c.episodes_per_step} episodes of "
         "a step: {c.copies_per_step} random copies fill them up, as published, so that some count several times",
     ),
-    Remark(
-        lambda c: c.actor.lr >= 1,
-        "actor.lr={c.actor.lr:g} changes each weight by about as much in the first optimizer step: the weights, "
-        "most of which are far below 1, are overwritten",
-    ),
-    Remark(
-        lambda c: c.trainer.critic_warmup > c.trainer.total_training_steps,
-        "trainer.critic_warmup={c.trainer.critic_warmup} is the first step that updates the policy, and the run ends "
-        "at step {c.trainer.total_training_steps}: the policy is never updated",
-    ),
-    Remark(
-        lambda c: c.trainer.test_freq <= 0 and not c.trainer.val_before_train,
-        "trainer.val_before_train=False and trainer.test_freq={c.trainer.test_freq} leave one validation, after the "
-        "last step: nothing shows what training has changed",
-    ),
 )
 
 
-def find_remarks(plan: StudyPlan) -> tuple[str, ...]:
-    """Make a line for each remark that holds in some arm, with the settings of the first of these arms."""
-    return tuple(f"Remark: {sentence}" for sentence in _find_sentences(plan))
+def find_remarks(plan: StudyPlan) -> tuple[Problem, ...]:
+    """Find the remarks that hold in some arm, with the settings of the first of these arms."""
+    return tuple(Problem("remark", sentence) for sentence in _find_sentences(plan))
 
 
 def _find_sentences(plan: StudyPlan) -> Iterator[str]:
@@ -76,19 +57,24 @@ def _find_sentences(plan: StudyPlan) -> Iterator[str]:
             "(trainer.keep_last=false, or after `clean`) goes back to its newest one, or begins again."
         )
     yield from _describe_unread_settings(plan, list(configs.values()))
-    if plan.baseline is not None:
+    if plan.baseline is not None and len(configs) > 1:
         yield from _describe_equal_arms(plan.baseline, configs.pop(plan.baseline), configs)
 
 
 def _describe_unread_settings(plan: StudyPlan, configs: Sequence[BaseRunConfig]) -> Iterator[str]:
     """Yield a sentence per setting that no arm reads, unless its value is from a preset, a shipped study or a game."""
-    study, unread_settings = plan.study, [config.find_unread_settings() for config in configs]
+    study = plan.study
     declared = STUDIES.get(study.name, replace(study, fixed_settings={}, presets={}))
     declared_settings = flatten_settings(make_base_config(declared, plan.preset).model_dump())
     of_games = [study.family.make_game_settings(game, plan.preset) for game in study.family.games]
-    for name, value in flatten_settings(plan.base_config.model_dump()).items():
-        is_declared = value == declared_settings[name] or any(value == settings.get(name) for settings in of_games)
-        if not is_declared and all(name in advice_by_name for advice_by_name in unread_settings):
+    typed_settings = {
+        name: value
+        for name, value in flatten_settings(plan.base_config.model_dump()).items()
+        if value != declared_settings[name] and all(value != settings.get(name) for settings in of_games)
+    }
+    unread_settings = [config.find_unread_settings() for config in configs] if typed_settings else []
+    for name, value in typed_settings.items():
+        if all(name in advice_by_name for advice_by_name in unread_settings):
             text = f"{value:g}" if isinstance(value, float) else value
             yield f"{name}={text} has no effect: {unread_settings[0][name]}."
 

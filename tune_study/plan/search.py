@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from search_spaces.declaration.study import Axis, Study
-from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import resolve_key
-from trainable.config.setting_types import format_value
+from trainable.config.setting_types import flatten_settings, format_value
 from trainable.families import Family, Settings
 from trainable.runs.study_record import Dimension, Search
 from tune_study.plan.errors import PlanError
@@ -105,16 +104,12 @@ def _parse(text: str, family: Family) -> list[Dimension]:
     condition: tuple[str, str] | tuple[()] = ()
     if condition_text:
         condition_key, _, condition_value = map(str.strip, condition_text.partition("="))
-        if not condition_value:
+        if not condition_value or not sign:
             raise PlanError(
-                f"--vary {format_value(text)} has a condition without a value: type it like {_CONDITION_EXAMPLE}."
+                f"--vary {format_value(text)} has a condition and lacks a value: type it like {_CONDITION_EXAMPLE}."
             )
         condition = resolve_key(condition_key, family.config_class), condition_value
     if not sign:
-        if condition:
-            raise PlanError(
-                f"--vary {format_value(text)} has a condition and no values: type them, like {_CONDITION_EXAMPLE}."
-            )
         return _find_declared(text, setting, family)
     # The name of a plug-in has a colon as well, but a choice has at least one comma.
     if ":" in values_text and "," not in values_text:

@@ -74,9 +74,5 @@ def split_uri(uri: str) -> tuple[str, str]:
 
 def is_same_folder(uri: str, other_uri: str) -> bool:
     """Check whether two URIs name the same folder; queries (endpoint, region) may differ."""
-    first, second = urlsplit(uri), urlsplit(other_uri)
-    return (first.scheme, first.netloc, first.path.rstrip("/")) == (
-        second.scheme,
-        second.netloc,
-        second.path.rstrip("/"),
-    )
+    first, second = ((parts.scheme, parts.netloc, parts.path.rstrip("/")) for parts in map(urlsplit, (uri, other_uri)))
+    return first == second

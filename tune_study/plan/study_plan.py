@@ -8,21 +8,17 @@ from typing import Any, NamedTuple, get_args
 
 from search_spaces.declaration.study import Study, make_value_label
 from search_spaces.language_model.family import as_run_config
-from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.own_parts import PartFile, list_part_files, pin_parts
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names
-from trainable.config.setting_types import format_value
+from trainable.config.setting_types import flatten_settings, format_value
 from trainable.families import Settings
-from trainable.files.control_characters import is_printable
 from trainable.runs.study_record import MAX_RUNS, MAX_SEEDS, ConfirmedStudy, Search, WandbMode, WandbTarget, is_run_id
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import StudySource, list_resume_options
 from tune_study.plan.search import make_point_study
 from tune_study.plan.storage_uri import join_uri
 from tune_study.plan.typed_settings import is_same_number, parse_number
-
-NO_SEEDS: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
 MAX_NAME_BYTES, MAX_PATH_BYTES = 240, 3800
 """Maximum bytes of a file's name and path. File systems allow 255 and 4096; the rest is for endings like `.log`."""
@@ -243,8 +239,8 @@ class ResourcePlan(NamedTuple):
     """Whether Ray places as many trials as the cluster has room for, also on nodes that join later."""
     waits_for_nodes: bool = False
     """Whether the study starts, and goes on, without a node that can hold a run."""
-    avoided_nodes: Mapping[str, str] = MappingProxyType({})
-    """Ray's ids of the nodes of the cluster on which no run is placed, with what each lacks."""
+    avoided_nodes: tuple[str, ...] = ()
+    """Ray's ids of the nodes of the cluster on which no run is placed."""
     placement_settings: Mapping[str, object] = MappingProxyType({})
     """Settings of the trials that follow from the GPUs' memory and change no result."""
 
@@ -273,10 +269,8 @@ def make_plan(
     study's fixed settings and preset, and `overrides` (values by dotted setting). None means for `values` all of the
     preset, for `n_seeds` the study's number, else the preset's, and for `n_baseline_seeds`, a minimum, the study's.
     """
-    presets = study.family.presets
-    if preset not in presets:
-        raise PlanError(f"There is no preset `{format_value(preset)}`: type --preset {' or --preset '.join(presets)}.")
-    count = n_seeds if n_seeds is not None else study.n_seeds or presets[preset].n_seeds
+    check_preset(study, preset)
+    count = n_seeds if n_seeds is not None else study.n_seeds or study.family.presets[preset].n_seeds
     if count < 1:
         raise PlanError(f"--seeds {format_value(count)} leaves nothing to run: type --seeds 1 or more.")
     baseline_count = study.baseline_seeds if n_baseline_seeds is None else n_baseline_seeds
@@ -346,7 +340,7 @@ def build_plan(
     values: tuple[str, ...],
     seeds: tuple[int, ...],
     folder: Path,
-    extra_seeds: Mapping[str, Iterable[int]] = NO_SEEDS,
+    extra_seeds: Mapping[str, Iterable[int]] = MappingProxyType({}),
 ) -> StudyPlan:
     """Plan the runs of `values` x `seeds`, and of `extra_seeds` of single arms; those among `seeds` are ignored.
 
@@ -380,6 +374,20 @@ def build_plan(
 
 def _name_study(study: Study, base_config: BaseRunConfig) -> str:
     return fill_template(study.name_templates.run, **study.family.make_template_values(base_config))
+
+
+def check_preset(study: Study, preset: str) -> None:
+    """Raise PlanError for an unknown preset, and for one under which a study from a file has no axis values."""
+    presets = study.family.presets
+    if preset not in presets:
+        raise PlanError(f"There is no preset `{format_value(preset)}`: type --preset {' or --preset '.join(presets)}.")
+    try:
+        study.get_grid(preset)
+    except KeyError:
+        raise PlanError(
+            f"Study {study.name} has no values of {study.axis.setting} under preset {preset}: type --preset "
+            f"{next(iter(study.axis.grids))}, or add values to its axis."
+        ) from None
 
 
 def make_base_config(study: Study, preset: str) -> BaseRunConfig:
@@ -419,18 +427,8 @@ def check_values(study: Study, values: Sequence[str]) -> None:
     labels: dict[str, str] = {}
     for value in values:
         quoted, label, number = format_value(value), make_value_label(value), parse_number(value)
-        # float() would read 1_000, which may be meant as a name, as 1000.
-        if (
-            value not in study.axis.named_settings
-            and number is None
-            and parse_number(value.replace("_", "")) is not None
-        ):
-            raise PlanError(f"{option} has the value {quoted}: type numbers without `_`, like 0,0.1.")
-        if not is_printable(value) or not label.strip():
-            raise PlanError(
-                f"{option} has the value `{quoted}`, which cannot name an arm: it needs letters, digits or signs, and "
-                "no character that cannot be shown."
-            )
+        if not label.strip():
+            raise PlanError(f"{option} has the value `{quoted}`, which cannot name an arm: it needs letters or digits.")
         key = value if number is None else number
         if key in numbers:
             raise PlanError(
@@ -478,13 +476,12 @@ def _check_names(plan: StudyPlan) -> None:
     for spec in plan.runs:
         for path in (plan.get_run_dir(spec.run_id), plan.output / spec.log_path, plan.output / spec.checkpoint_dir):
             try:
-                name_bytes = [len(name.encode()) for name in path.parts]
+                name_bytes, path_bytes = [len(name.encode()) for name in path.parts], len(str(path).encode())
             except UnicodeEncodeError:
                 raise PlanError(
                     f"The path {format_value(plan.folder)} is not in UTF-8: type another --output, or move the study."
                 ) from None
-            # Add one byte per part for its separator.
-            if max(name_bytes) > MAX_NAME_BYTES or sum(name_bytes) + len(name_bytes) > MAX_PATH_BYTES:
+            if max(name_bytes) > MAX_NAME_BYTES or path_bytes > MAX_PATH_BYTES:
                 raise PlanError(
                     f"The name {format_value(path.name)} or the path to it is longer than file systems allow: type "
                     f"shorter values, a shorter --model or --output, or move the study to a shorter path."

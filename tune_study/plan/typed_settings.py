@@ -1,13 +1,11 @@
 """Find studies and arms by the names that users type, and parse typed values, settings and files of settings."""
 
 import difflib
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from search_spaces.catalog import STUDIES, SUITES
 from search_spaces.declaration.study import Study
-from trainable.config.aliases import shorten_setting
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.command_lines import format_command
 from trainable.config.run_config import ConfigError, apply_overrides, resolve_key
@@ -23,7 +21,7 @@ def expand_groups(study: Study, entries: Sequence[str]) -> tuple[str, ...]:
     """Replace names of groups of values by their members, and keep names of arms.
 
     An arm that was typed in addition to its group counts once. In studies without groups, entries are unchanged. Raises
-    PlanError for an unknown name, and for an entry that is given twice.
+    PlanError for an unknown name.
     """
     value_groups = study.axis.value_groups
     if not value_groups:
@@ -35,8 +33,6 @@ def expand_groups(study: Study, entries: Sequence[str]) -> tuple[str, ...]:
                 f"{study.axis.option} {format_value(entry)} is not a group: type one or more of "
                 f"{','.join(value_groups)}, or names of arms, which --dry-run lists in its column `arm`."
             )
-    if duplicates := [entry for number, entry in enumerate(entries) if entry in entries[:number]]:
-        raise PlanError(f"{study.axis.option} has {format_value(duplicates[0])} twice: give each group once.")
     selected_values = {value for entry in entries for value in value_groups.get(entry, (entry,))}
     # In the grid's order, not the typed one.
     return tuple(value for value in arms if value in selected_values)
@@ -144,11 +140,7 @@ def find_study(name: str, kl_type: str | None = None) -> Study:
     if kl_type is None:
         return study
     if not study.variants:
-        advice = "type --set actor.kl_loss_type=NAME"
-        # The KL loss differs between the arms of smoke-all, so --set would be refused as well.
-        if "actor.kl_loss_type" in study.axis.swept_fields:
-            advice = f"it has all of them; for one alone, type `run smoke --kl-type {format_value(kl_type)}`"
-        raise PlanError(f"--kl-type does not belong to study {study.name}: {advice}.")
+        raise PlanError(f"--kl-type does not belong to study {study.name}: type --set actor.kl_loss_type=NAME.")
     if kl_type not in study.variants:
         raise PlanError(
             f"--kl-type {format_value(kl_type)} is not a KL loss of the grid: type one of {', '.join(study.variants)}."
@@ -157,20 +149,8 @@ def find_study(name: str, kl_type: str | None = None) -> Study:
 
 
 def _suggest_study(name: str) -> str:
-    """Suggest, after a space, what may be meant by a name that no study has, or list all names."""
-    if "," in name:
-        return " One command runs one study or one suite."
-    if os.path.isfile(f"{name}.py"):  # pathlib raises an error if a name is too long
-        return f" Did you mean the file {name}.py?"
-    typed, names = normalize_study_name(name), [*STUDIES, *SUITES]
-    # Results folders begin with the name of their study. In a short name, one wrong letter may be half of it.
-    nearest = (
-        difflib.get_close_matches(typed, names, 1, cutoff=0.9)
-        or [known for known in names if typed.startswith(f"{known}-")][:1]
-        or difflib.get_close_matches(typed, names)
-        or difflib.get_close_matches(typed, names, 1, cutoff=0.5)
-    )
-    if nearest:
+    """Suggest, after a space, which studies may be meant by a name that none has, or list all of them."""
+    if nearest := difflib.get_close_matches(normalize_study_name(name), [*STUDIES, *SUITES]):
         return f" Nearest: {', '.join(nearest)}. All studies with their questions: {format_command('list')}"
     return (
         f" The studies are {', '.join(STUDIES)}: type one of them, for example `{format_command('run', 'kl')}`, or for "
@@ -178,25 +158,16 @@ def _suggest_study(name: str) -> str:
     )
 
 
-def find_arm(text: str, arms: Collection[str], setting: str | None, option: str = "--arm") -> str:
-    """Find an arm by its value, such as 0.1 or 0.10, or by its name in reports, such as `KL 0.1`.
+def find_arm(text: str, arms: Collection[str], option: str = "--arm") -> str:
+    """Find an arm by its value, such as 0.1 or 0.10. option: where it was typed.
 
-    arms: the study's arms. setting: the axis of the study, if it is one setting. option: where the arm was typed.
-    Raises PlanError, listing the arms, if there is none of this name.
+    Raises PlanError, listing the arms, if there is none of this value.
     """
-    label = _simplify(shorten_setting(setting)) if setting else ""
-    value = _simplify(text).removeprefix(label)
-    equal_arms = [arm for arm in arms if _simplify(arm) == value or is_same_number(arm, value)]
-    arm = text if text in arms else next(iter(equal_arms), None)
+    arm = text if text in arms else next((arm for arm in arms if is_same_number(arm, text)), None)
     if arm is None:
         choices = ", ".join(map(format_value, arms))
         raise PlanError(f"There is no arm {format_value(text)}: type {option} with one of {choices}.")
     return arm
-
-
-def _simplify(text: str) -> str:
-    """Remove case, spaces and equals signs from a text."""
-    return "".join(text.lower().replace("=", " ").split())
 
 
 def parse_number(text: str) -> float | None:

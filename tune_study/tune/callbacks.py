@@ -4,58 +4,57 @@ The scheduler, which ends the trials that the Recorder gives up, is here too.
 """
 
 import re
+import shutil
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import ray
+from ray import tune
 from ray.tune.experiment import Trial
 from ray.tune.progress_reporter import TrialProgressCallback
 from ray.tune.schedulers import FIFOScheduler
 
+from trainable.files.paths import open_regular
 from trainable.runs.failures import NODE_UNFIT, NON_FINITE, PROCESS_DIED, Failure, RunFailedError
 from trainable.runs.history import find_signal_problem, make_final_status
 from trainable.runs.orphans import terminate_orphans
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import CENSORED, ENDED_STATUSES, StatusRecord
-from tune_study.folder.outputs import append_line
-from tune_study.folder.statuses import StudyStatuses, make_timestamp
-from tune_study.folder.summary import RunTimes, write_summary
+from tune_study.folder.statuses import StudyStatuses, make_timestamp, write_summary
 from tune_study.host.interrupt import Interrupt
 from tune_study.plan.storage_uri import split_uri
-from tune_study.plan.study_plan import ResourcePlan, RunSpec, StudyPlan
+from tune_study.plan.study_plan import RunSpec
 from tune_study.tune.cluster import find_usable_nodes, parse_nodes
-from tune_study.tune.progress import Progress, format_step
-from tune_study.tune.search.halving import SIBLING_REASON, Rungs
-from tune_study.tune.trials import list_lone_ends, list_run_ids, split_rows_by_run
-from tune_study.tune.wandb_logging import WandbLog
-from tune_study.tune.watchdog import StatelessCallback
-
-if TYPE_CHECKING:
-    from tune_study.folder.storage import StoredStudy
+from tune_study.tune.progress import format_step
+from tune_study.tune.search.halving import Rungs
+from tune_study.tune.session import StudySession
+from tune_study.tune.trials import has_several_runs, list_run_ids, split_rows_by_run
 
 PULL_PATIENCE_S = 60.0
 """Seconds to wait for a storage that does not answer when the end of a run must be read from it."""
 MAX_ATTEMPTS = 3
 """Consecutive failures after which a trial is no longer retried. A new furthest step restarts the count."""
-
-
-class _FailureCount(NamedTuple):
-    """The failures of a trial since it last made progress."""
-
-    furthest_step: int = -1
-    """The last step that had a row on disk at any of the trial's failures."""
-    consecutive_failures: int = 0
-    """Failures since the first one that found the trial at that step, including it."""
-
-
+MIN_FREE_BYTES = 8_000_000
+"""With fewer free bytes on a disk the driver waits, because Ray Tune ends the study if it cannot write its files."""
+_CHECK_INTERVAL_S, _WAIT_INTERVAL_S = 2.0, 0.5
+"""Seconds between two checks of the disks, and of a full one: the most until the waiting driver sees a Ctrl-C."""
 _ANSI_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 """Colors that Ray adds to the tracebacks of workers, while logs and status.json are plain text."""
-_SETUP_ERROR_PHRASE = "error raised in its creation task"
-"""Ray's wording for an actor whose constructor raised: here, `PPO.setup`."""
+
+
+class StatelessCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
+    """A callback whose pickle is empty, since Tune pickles its callbacks into the results.
+
+    The state of our callbacks is already on disk, or cannot be pickled, such as a thread.
+    """
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return no state."""
+        return {}
 
 
 class SilentReporter(StatelessCallback, TrialProgressCallback):  # type: ignore[misc]  # Ray is untyped
@@ -78,25 +77,17 @@ class Recorder(StatelessCallback):
     an earlier start get what they lack in W&B at the end of the study.
     """
 
-    def __init__(
-        self,
-        plan: StudyPlan,
-        resource_plan: ResourcePlan,
-        progress: Progress,
-        statuses: StudyStatuses,
-        rungs: Rungs | None = None,
-        storage: "StoredStudy | None" = None,
-        wandb: WandbLog | None = None,
-    ) -> None:
-        self._plan, self._storage, self._wandb = plan, storage, wandb
-        self._resource_plan, self._run_times = resource_plan, RunTimes()
-        self._progress, self._statuses, self.rungs = progress, statuses, rungs
-        self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in plan.runs}
-        self._failure_counts: dict[str, _FailureCount] = {}
+    def __init__(self, session: StudySession, statuses: StudyStatuses, rungs: Rungs | None = None) -> None:
+        self._plan, self._storage, self._wandb = session.plan, session.storage, session.wandb
+        self._resource_plan, self._progress = session.resource_plan, session.progress
+        self._statuses, self.rungs = statuses, rungs
+        self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in session.plan.runs}
+        # By trial: the last step with a row at any of its failures, and how many failures have not passed that step.
+        self._failure_counts: dict[str, tuple[int, int]] = {}
         self._storage_failures: dict[str, float] = {}  # by trial: when a copy of its checkpoint first failed
         self.given_up_trials: set[str] = set()
         """Ids of trials that failed too often, which `FirstComeFirstServed` does not start again."""
-        self.avoided_nodes = set(resource_plan.avoided_nodes)
+        self.avoided_nodes = set(session.resource_plan.avoided_nodes)
         """Ray's ids of the nodes where no further run is placed, to which `FirstComeFirstServed` adds."""
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
@@ -120,13 +111,15 @@ class Recorder(StatelessCallback):
         # that they do not become columns of Tune's progress.csv or of the W&B run.
         note = result.pop("note", "")
         result.pop("saved", None)
+        if self._wandb is not None:  # first, since W&B runs are not opened again after their end
+            self._wandb.send_rows(split_rows_by_run(trial.config, result))
         for run_id in list_run_ids(trial.config) if note else ():
             self._log_line(run_id, f"=== {note} ===")
             self._progress.print_note(run_id, note)
         for run_id, row in split_rows_by_run(trial.config, result).items():
             # If a rule fires in a trial of one run, Tune ends the trial, and `on_trial_complete` ends the run. A trial
             # of several runs continues with the others, so the run must be ended here.
-            self._record_row(run_id, row, ends_alone=run_id in list_lone_ends(trial.config, result))
+            self._record_row(run_id, row, ends_alone=has_several_runs(trial.config) and bool(row.get("stop_rule")))
         # `failed` has the runs that failed while the others of their trial continue. Every later result repeats them,
         # so only runs that still count as running are ended here.
         for run_id, reason in result.get("failed", {}).items():
@@ -137,8 +130,6 @@ class Recorder(StatelessCallback):
                 )
         if kind := result.get("failure_class"):
             self._fail_runs(trial, Failure(kind, result["failure"], False, result.get("failure_trace", "")))
-        if self._wandb is not None:
-            self._wandb.send_rows(split_rows_by_run(trial.config, result))
 
     def on_checkpoint(self, iteration: int, trials: list[Any], trial: Any, checkpoint: Any, **info: Any) -> None:
         """Follow the checkpoint that Tune has stored."""
@@ -160,8 +151,6 @@ class Recorder(StatelessCallback):
     def _record_row(self, run_id: str, row: dict[str, Any], ends_alone: bool) -> None:
         """Log and display one row. ends_alone: a stop rule ended the run while the others of its trial continue."""
         status = self._statuses.get(run_id)
-        with suppress(OSError):  # on a full disk, `StudyStatuses.close` restores a deleted file later
-            self._statuses.restore_file(run_id)
         if status.status in ENDED_STATUSES:  # a restarted trial reports the row again
             return
         self._log_line(run_id, format_step(self._plan.study.family, row, self._specs[run_id].steps))
@@ -228,9 +217,9 @@ class Recorder(StatelessCallback):
         running_ids = [status.run_id for status in self._get_statuses(trial) if status.status == "running"]
         rows = [read_rows(self._plan.get_run_dir(run_id) / METRICS_FILE) for run_id in running_ids]
         step = min((int(run_rows[-1].get("step", -1)) if run_rows else -1 for run_rows in rows), default=-1)
-        previous_count = self._failure_counts.get(trial.trial_id, _FailureCount())
-        failure_count = 1 if step > previous_count.furthest_step else previous_count.consecutive_failures + 1
-        self._failure_counts[trial.trial_id] = _FailureCount(max(step, previous_count.furthest_step), failure_count)
+        furthest_step, failure_count = self._failure_counts.get(trial.trial_id, (-1, 0))
+        failure_count = 1 if step > furthest_step else failure_count + 1
+        self._failure_counts[trial.trial_id] = max(step, furthest_step), failure_count
         return failure_count
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
@@ -240,8 +229,6 @@ class Recorder(StatelessCallback):
             if status.status == "running":  # a run that waits, or that failed alone, keeps its status
                 self._conclude_run(status)
         clear_metric_windows(trial)
-        if self._wandb is not None:
-            self._wandb.end_runs(list_run_ids(trial.config))
 
     def _conclude_run(self, status: StatusRecord, last_row: Mapping[str, Any] | None = None) -> None:
         """End a run. Its last row tells how it ended, including the decision of a stop rule.
@@ -257,16 +244,10 @@ class Recorder(StatelessCallback):
             final_status = replace(status, status=CENSORED, reason=reason)
         self._end_run(replace(final_status, ended_at=make_timestamp()))
 
-    def censor_waiting(self) -> list[StatusRecord]:
-        """End the waiting runs of arms that successive halving has stopped; return their statuses."""
-        return [] if self.rungs is None else self._statuses.censor_waiting(self.rungs.is_censored, SIBLING_REASON)
-
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Record a failure that Tune considers final: with `max_failures=-1`, only of a trial that was not running."""
         self._fetch_rows()
         self._fail_runs(trial, read_failure(trial)[0])
-        if self._wandb is not None:
-            self._wandb.end_runs(list_run_ids(trial.config))
 
     def _fail_runs(self, trial: Any, trial_failure: Failure) -> None:
         kind, message = trial_failure.kind, trial_failure.message
@@ -286,19 +267,64 @@ class Recorder(StatelessCallback):
         self._statuses.set(status)
         self._log_line(status.run_id, f"=== {status.display_text} {status.ended_at}: {status.reason} ===")
         with suppress(OSError):  # the summary is rewritten at the end of the study
-            write_summary(self._plan, self._resource_plan, is_closing=False, run_times=self._run_times)
+            write_summary(self._plan, self._resource_plan, is_closing=False)
         self._progress.end_run(status.run_id, status.display_text, status.reason)
+        if self._wandb is not None:
+            self._wandb.end_run(status)
 
     def _log_line(self, run_id: str, line: str) -> None:
         with suppress(OSError):  # on a full disk the log lacks a line; the rows are written by the runs
-            append_line(self._plan.output / self._specs[run_id].log_path, line)
+            path = self._plan.output / self._specs[run_id].log_path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open_regular(path, "a") as log:
+                log.write(line + "\n")
+
+
+class DiskSpaceGuard(StatelessCallback):
+    """A callback that blocks Tune's event loop while a disk is full.
+
+    While the loop is blocked, Tune processes no result and writes no file, so no failed write can end the study. Runs
+    are separate processes and wait for disk space by themselves.
+
+    folders: where the driver and Ray write. patience: seconds to wait (trainer.disk_patience). notify: called with a
+    message when the wait begins and when it ends.
+    """
+
+    def __init__(
+        self, folders: Sequence[Path], patience: float, interrupt: Interrupt, notify: Callable[[str], None]
+    ) -> None:
+        self._folders, self._patience, self._interrupt, self._notify = tuple(folders), patience, interrupt, notify
+        self._next_check = 0.0
+        # True from the wait until there is space: the study goes on after `patience`, and must not wait again.
+        self._has_waited = False
+
+    def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        """Check the disks every few seconds; Tune calls this many times per second."""
+        if time.monotonic() < self._next_check:
+            return
+        full_folder = self._find_full_folder()
+        if full_folder is not None and not self._has_waited:
+            self._notify(f"The disk of {full_folder} is full: waiting up to {self._patience:g} s for disk space.")
+            # Ctrl-C ends the wait, because runs can end only in Tune's loop, which is blocked here.
+            deadline = time.monotonic() + self._patience
+            while full_folder is not None and time.monotonic() < deadline and not self._interrupt.is_requested:
+                time.sleep(_WAIT_INTERVAL_S)
+                full_folder = self._find_full_folder()
+            self._notify("Disk space is available again." if full_folder is None else "The disk is still full.")
+        self._has_waited = full_folder is not None
+        self._next_check = time.monotonic() + _CHECK_INTERVAL_S
+
+    def _find_full_folder(self) -> Path | None:
+        # The disk of a folder that does not exist yet cannot be measured.
+        folders = (folder for folder in self._folders if folder.exists())
+        return next((folder for folder in folders if shutil.disk_usage(folder).free < MIN_FREE_BYTES), None)
 
 
 def read_failure(trial: Any) -> tuple[Failure, bool]:
     """Read why a trial failed from the error that Tune has stored in a file, and whether its node was taken away.
 
-    A RunFailedError comes from a step of the run and contains the failure. Any other error is from Ray: `setup` raised
-    it, a checkpoint could not be saved or restored, or the trial's process has died.
+    A RunFailedError comes from a step of the run and contains the failure. Any other error is from Ray: a checkpoint
+    could not be saved or restored, or the trial's process could not begin or has died.
     """
     import ray.cloudpickle
 
@@ -313,9 +339,6 @@ def read_failure(trial: Any) -> tuple[Failure, bool]:
         return cause.failure, False
     lines = [line.strip() for line in _ANSI_COLOR.sub("", str(cause)).splitlines() if line.strip()] or ["no message"]
     trace = _ANSI_COLOR.sub("", str(error))
-    if _SETUP_ERROR_PHRASE in str(cause):
-        # Ray's message is the worker's traceback, whose last line is the error itself.
-        return Failure("error", f"in setup, {lines[-1]}", is_retried=True, trace=trace), False
     if isinstance(cause, OSError):  # outside of a step, Tune saves and restores checkpoints
         return Failure("storage", f"{type(cause).__name__}: {lines[0]}", is_retried=True, trace=trace), False
     # Ray kills a worker when the machine's memory runs low, and says "memory pressure" in its error.

@@ -13,6 +13,7 @@ from tune_study.host.gpus import Gpu
 from tune_study.placement import resources
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan
+from tune_study.tune.local_ray import prepare_environment
 
 _CONNECT_TIMEOUT_S = 10.0
 """Seconds to wait for a connection to --address."""
@@ -37,8 +38,6 @@ def join_cluster(address: str) -> Iterator[tuple[Node, ...]]:
     address: host:port or auto, as for `ray.init`. Raises PlanError if the cluster cannot be joined.
     """
     _check_address(address)
-    from tune_study.tune.run import prepare_environment
-
     prepare_environment(gpus=(), joins_cluster=True)
     import ray  # reads the environment prepared above
 
@@ -58,23 +57,18 @@ def join_cluster(address: str) -> Iterator[tuple[Node, ...]]:
 
 
 def _check_address(address: str) -> None:
-    """Raise PlanError if `address` is malformed or does not answer. Ray would wait a minute for an answer."""
+    """Raise PlanError if nothing answers at `address`. Ray would wait a minute for an answer."""
     if address == "auto":  # Ray looks the address up on this machine
         return
     host, _, port = address.rpartition(":")
-    if not host or "/" in address or not port.isdecimal() or int(port) > 65535:
-        raise PlanError(
-            f"--address {format_value(address)} is not the address of a cluster: type host:port, as printed by "
-            f"`ray start`, or auto on a machine of the cluster (a ray:// address is only for Ray clients: run the "
-            f"command on the cluster)."
-        )
     try:
         # An IPv6 address is typed as [::1]:6379, but connected to without its brackets.
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-    except OSError as error:
+    except (OSError, ValueError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise PlanError(
-            f"Nothing answers at --address {format_value(address)} ({error.strerror or error}): type the address that "
-            f"`ray start` printed, and check that this machine can reach it."
+            f"Nothing answers at --address {format_value(address)} ({reason}): type host:port, as `ray start` "
+            f"printed it, or auto on a machine of the cluster, and check that this machine can reach it."
         ) from None
 
 

@@ -1,25 +1,31 @@
-"""Start Ray on this machine, for one study or once for all studies of a suite."""
+"""Start Ray on this machine, for one study or once for all studies of a suite, and watch its processes.
+
+Nothing here imports Ray before it is started, because Ray reads its environment on import.
+"""
 
 import logging
 import os
 import secrets
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
+import psutil
 from rich.console import Console
 
-from trainable.files.run_marks import MARK_ENV
-from trainable.runs.orphans import make_ray_mark
+from trainable.runs.orphans import MARK_ENV, make_ray_mark
 from tune_study.host.console import print_line
 from tune_study.host.machine_checks import find_ray_folder, make_session_folder
 from tune_study.plan.study_plan import ResourcePlan
 
-if TYPE_CHECKING:
-    from tune_study.tune.watchdog import Daemon
-
+DAEMON_NAMES = ("raylet", "gcs_server")
+"""Executables of Ray's agent on a machine and of its control server. If one exits, calls to Ray never return."""
+Daemons = Mapping[str, psutil.Process]
+"""Processes by the name of their executable, empty if Ray was not started here."""
+_CHECK_INTERVAL_S = 2.0
 _AUTH_MODE_ENV, _AUTH_TOKEN_ENV = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 """Ray's variables for its mode of authentication, and for the token that a client must send."""
 _TOKEN = secrets.token_hex(32)
@@ -29,18 +35,55 @@ Ray reads the token only once and would refuse a different one at a later start,
 """
 
 
+_RAY_ENVIRONMENT = {
+    # Send no usage data to Ray's developers.
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Tune prints nothing, since `Progress` shows the runs, and the Recorder writes tracebacks to each run's log.
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
+    # At 0, Tune does not warn about frequent saves of its experiment state, which no study is resumed from.
+    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+    # A trial that hangs as it ends is killed after a minute; by default, Tune would keep its GPU for ten.
+    "TUNE_FORCE_TRIAL_CLEANUP_S": "60",
+    # `Interrupt` handles Ctrl-C; Tune's own handler would end the experiment without waiting for the current steps.
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    # In Ray 2.60 each trial starts its own worker, so workers that Ray starts in advance only take CPU time.
+    "RAY_prestart_worker_first_driver": "0",
+}
+"""Set before Ray is imported, unless the user has set them."""
+
+_LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""At 0, Ray listens only on the loopback address. Ray has this switch for systems without cluster support."""
+
+
+def prepare_environment(gpus: tuple[str, ...], joins_cluster: bool = False) -> None:
+    """Set the environment variables that Ray reads when it is imported and started.
+
+    gpus: ids of the GPUs that Ray may use; empty if it starts without a GPU or runs elsewhere. joins_cluster: whether
+    Ray connects to other nodes, and must not be limited to the loopback address.
+    """
+    for name, value in _RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # Set even if the user has set it, unlike the others: Ray must not be reachable from other machines.
+    if not joins_cluster:
+        os.environ[_LOOPBACK_ENV] = "0"
+    if gpus:
+        # Ray assigns the GPUs that this variable lists.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+
+
 class LocalRay:
     """A context manager that keeps Ray running from one study to the next while they need the same CPUs and GPUs.
 
-    Ray ends after the last of the studies in `folders`, after one that fails, or with the context. is_local: whether
-    they run on this machine instead of a cluster.
+    Ray ends after a study that fails, or with the context. is_local: whether the studies in `folders` run on this
+    machine instead of a cluster.
     """
 
     def __init__(self, folders: Sequence[Path], console: Console, *, is_local: bool = True) -> None:
         self._folders, self._console, self._is_local = tuple(folders), console, is_local
-        self._pending_folders, self._exit_stack = set(folders), ExitStack()
+        self._exit_stack = ExitStack()
         self._resources: tuple[int, tuple[str, ...]] | None = None
-        self._daemons: tuple[Daemon, ...] = ()
+        self._daemons: Daemons = {}
 
     def __enter__(self) -> Self:
         """Mark the processes that Ray starts, so that they can be found if they outlive this process."""
@@ -54,21 +97,15 @@ class LocalRay:
         os.environ.pop(MARK_ENV, None)
 
     @contextmanager
-    def acquire(
-        self, folder: Path, resource_plan: ResourcePlan, *, has_next_round: bool = False
-    ) -> Iterator["tuple[Daemon, ...]"]:
-        """Provide Ray during the body, for the study in `folder`; yield its processes if they were started here.
+    def acquire(self, resource_plan: ResourcePlan) -> Iterator[Daemons]:
+        """Provide Ray during the body; yield its processes if they were started here.
 
         A running Ray is kept if it is alive and has the CPUs and GPUs of the plan, which it cannot change. Otherwise, a
-        new one is started. has_next_round: whether the same study will need Ray again.
+        new one is started.
         """
-        from tune_study.tune.watchdog import has_exited  # imports Ray
-
         resources = resource_plan.cpus, resource_plan.gpus
-        if not has_next_round:
-            self._pending_folders.discard(folder)
         try:
-            if self._resources != resources or any(map(has_exited, self._daemons)):
+            if self._resources != resources or any(map(has_exited, self._daemons.values())):
                 self.close()
                 self._daemons = self._exit_stack.enter_context(start_local_ray(resource_plan, self._console))
                 self._resources = resources
@@ -76,14 +113,67 @@ class LocalRay:
         except BaseException:
             self.close()  # runs must not keep writing while the driver concludes the study
             raise
-        if not self._pending_folders:  # not needed while the last study writes tables and report
-            self.close()
 
     def close(self) -> None:
         """End Ray, if it was started here."""
         # First, because the shutdown may raise, and a Ray that is half shut down must not count as running.
-        self._resources, self._daemons = None, ()
+        self._resources, self._daemons = None, {}
         self._exit_stack.close()
+
+
+def find_ray_daemons() -> Daemons:
+    """Find the processes called DAEMON_NAMES that this process has started, which excludes another study's Ray."""
+    daemons: dict[str, psutil.Process] = {}
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # it has exited
+            command = Path((child.cmdline() or [""])[0]).name
+            daemons |= {name: child for name in DAEMON_NAMES if name in command}
+    return daemons
+
+
+def has_exited(process: psutil.Process) -> bool:
+    """Check whether the process has exited. psutil still finds zombies, which have exited and wait to be reaped."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def kill_children() -> None:
+    """Kill all child processes of this process, and their children, by their ids.
+
+    Without Ray's daemons, nothing else ends the workers, and a worker that keeps training holds its run's lock.
+    """
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    # SIGKILL takes effect at once, except during a system call, such as a write to a slow disk.
+    psutil.wait_procs(children, timeout=5)
+
+
+@contextmanager
+def watch_daemons(daemons: Daemons, on_daemon_lost: Callable[[str], None]) -> Iterator[None]:
+    """During the body, check in a thread that all `daemons` are alive; call `on_daemon_lost` if one has exited.
+
+    The main thread is then stuck in a call to Ray. on_daemon_lost: called with a message; must end this process.
+    """
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(_CHECK_INTERVAL_S):
+            for name, process in daemons.items():
+                if has_exited(process):
+                    on_daemon_lost(f"Ray's process {name} ({process.pid}) has exited")
+                    return  # the other daemon follows, and one message is enough
+
+    thread = threading.Thread(target=watch, name="ray-guard", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 SILENCED_LOGGERS = ("ray.tune.tune", "ray.tune.execution.experiment_state")
@@ -96,7 +186,7 @@ from their own files and never read that state.
 
 
 @contextmanager
-def start_local_ray(resource_plan: ResourcePlan, console: Console) -> Iterator["tuple[Daemon, ...]"]:
+def start_local_ray(resource_plan: ResourcePlan, console: Console) -> Iterator[Daemons]:
     """Start Ray on this machine, unless it is already initialized; yield its processes if they were started here.
 
     Ray listens only on the loopback address, requires a token that only its processes know, and keeps its files in a
@@ -104,13 +194,11 @@ def start_local_ray(resource_plan: ResourcePlan, console: Console) -> Iterator["
     """
     import ray
 
-    from tune_study.tune.watchdog import find_ray_daemons
-
     for name in SILENCED_LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     # `join_cluster` or a Python program has called `ray.init`, and will end it.
     if ray.is_initialized():
-        yield ()
+        yield {}
         return
     print_line(console, "Starting Ray ...")
     with make_session_folder(find_ray_folder(os.environ)) as folder:
@@ -134,7 +222,6 @@ def _init_ray(resource_plan: ResourcePlan, folder: Path) -> None:
     # survive until the driver ends them. Ray does the same for Ctrl-C.
     old_signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     os.environ.pop(_AUTH_MODE_ENV, None)
-    user_token = os.environ.get(_AUTH_TOKEN_ENV)
     os.environ[_AUTH_TOKEN_ENV] = _TOKEN
     try:
         ray.init(
@@ -149,8 +236,6 @@ def _init_ray(resource_plan: ResourcePlan, folder: Path) -> None:
     finally:
         # Ray's processes have their copies. No other program that this process starts may inherit the token.
         os.environ.pop(_AUTH_TOKEN_ENV)
-        if user_token is not None:
-            os.environ[_AUTH_TOKEN_ENV] = user_token
         signal.pthread_sigmask(signal.SIG_SETMASK, old_signal_mask)
     if os.environ.get(_AUTH_MODE_ENV) != "token":
         ray.shutdown()

@@ -4,23 +4,27 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from trainable.families import Family
 from trainable.files.json_values import parse_finite
 from trainable.files.step_phase import QUIET_SECONDS, read_phase
 from trainable.runs.history import find_signal_problem, format_signal_problems, format_stop_reason
-from trainable.runs.study_record import OPEN_STATUSES
+from trainable.runs.run_files import METRICS_FILE, read_rows
+from trainable.runs.study_record import OPEN_STATUSES, StatusRecord
 from tune_study.host.console import SECONDS_PER_PHASE_LINE, EscapedRenderable
 from tune_study.plan.study_plan import RunSpec, StudyPlan
 
 _STEPS_PER_LINE = 10
 """Without a terminal, a run prints a line at every 10th step and at every step with a validation."""
+_WORDS = ("arm", "status")
+"""Columns of the live table that are no numbers."""
 
 
 @dataclass
@@ -36,10 +40,6 @@ class RunView:
     """Training time over all starts; None before the first row of this start."""
     status: str = "waiting"
     """waiting, running, or the text with which the run ended."""
-    has_row: bool = False
-    """Whether the run has a row since it was started."""
-    last_status: str = ""
-    """What is shown at the end of the study for a run that has not ended; empty before."""
     signal_problem: str = ""
     """Why the run has had nothing to learn from since step 1; empty if it has."""
     phase: str = ""
@@ -49,15 +49,6 @@ class RunView:
     def seconds_per_step(self) -> float | None:
         """Mean seconds per step so far; None before the first step."""
         return self.total_seconds / self.step if self.total_seconds is not None and self.step else None
-
-    @property
-    def status_text(self) -> str:
-        """The status, or what a running run does before its first row of this start."""
-        if self.last_status or self.status != "running":
-            return self.last_status or self.status
-        if self.has_row or self.phase:
-            return self.status
-        return "loading its state" if self.step else "before step 1"
 
     @property
     def is_open(self) -> bool:
@@ -119,10 +110,24 @@ def estimate_study_seconds(trials: Iterable[Sequence[float | None]], max_concurr
 class Progress:
     """The state of every run of a study, displayed as it changes."""
 
-    def __init__(self, plan: StudyPlan, max_concurrent: int, console: Console) -> None:
+    def __init__(
+        self,
+        plan: StudyPlan,
+        max_concurrent: int,
+        console: Console,
+        finished_statuses: Mapping[str, StatusRecord] = MappingProxyType({}),
+    ) -> None:
+        """Read what earlier starts have trained. finished_statuses: by run_id, of runs that are not run again."""
         self.title = f"{plan.study.name} ({plan.preset})"
         self._family = plan.study.family
         self.views = {spec.run_id: RunView(spec) for spec in plan.runs}
+        for run_id, view in self.views.items():
+            if run_id in finished_statuses:
+                view.status = finished_statuses[run_id].status
+            for row in read_rows(plan.get_run_dir(run_id) / METRICS_FILE):
+                view.step = int(parse_finite(row.get("step")) or view.step)
+                if (value := parse_finite(row.get(self._family.primary_metric))) is not None:
+                    view.last_values[self._family.primary_metric] = value
         self._trials = [[self.views[spec.run_id] for spec in specs] for specs in plan.trials]
         self._max_concurrent = max_concurrent
         self._console = console
@@ -142,36 +147,20 @@ class Progress:
             return
         # Twice per second, although rows are rarer, since the table shows the elapsed time.
         with Live(
-            get_renderable=lambda: EscapedRenderable(self.make_table()),
-            console=self._console,
-            refresh_per_second=2,
-            transient=False,
+            get_renderable=lambda: EscapedRenderable(self.make_table()), console=self._console, refresh_per_second=2
         ):
-            try:
-                yield
-            finally:
-                # The study has ended, but not these runs.
-                for view in self.views.values():
-                    if view.is_open:
-                        view.last_status = "interrupted" if view.step else "never_ran"
-
-    def continue_run(self, run_id: str, step: int, last_value: float | None, status: str = "waiting") -> None:
-        """Show a run as an earlier start of the study left it. last_value: of the primary metric."""
-        view = self.views[run_id]
-        view.step, view.status = step, status
-        if last_value is not None:
-            view.last_values[self._family.primary_metric] = last_value
+            yield
 
     def start_run(self, run_id: str) -> None:
         """Show that a run starts, or starts again."""
-        self.views[run_id].status, self.views[run_id].has_row = "running", False
+        self.views[run_id].status = "running"
         self.print_note(run_id, "started")
 
     def record_row(self, run_id: str, row: dict[str, Any]) -> None:
         """Show a training step."""
         view = self.views[run_id]
         # A Trainable may report no step, and the displayed step then stays.
-        view.step, view.has_row, view.phase = int(parse_finite(row.get("step")) or view.step), True, ""
+        view.step, view.phase = int(parse_finite(row.get("step")) or view.step), ""
         for display_column in self._family.progress_columns:
             # The fallback is a constant that only the first row has, such as success before training. It is shown until
             # the column is measured.
@@ -238,37 +227,17 @@ class Progress:
             if view.phase
         ]
         caption = Text("\n".join((*problems, *phases))) if problems or phases else None
-        table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
         rows = [self._make_cells(view) for view in self.views.values()]
-        widths = {column: max(len(column), *(len(row[column]) for row in rows)) for column in (rows[0] if rows else ())}
-        columns = self._select_columns(widths)
-        other_widths = sum(widths[column] for column in columns if column != "arm")
-        for column in columns:
-            # If not even arm, seed, step and status fit, the name of the arm is cut.
-            width = max(self._console.width - other_widths - _count_frame(columns), 8) if column == "arm" else None
-            table.add_column(
-                column,
-                justify="left" if column in ("arm", "status") else "right",
-                no_wrap=True,
-                min_width=None if column == "arm" else widths[column],
-                max_width=width,
-            )
+        # On a narrow terminal, headings are wrapped, and then the longest names are cut, so that a run is a line.
+        columns = [
+            Column(name, overflow="fold", no_wrap=name == "status", justify="left" if name in _WORDS else "right")
+            for name in rows[0]
+        ]
+        table = Table(*columns, title=title, title_justify="left", caption=caption, caption_justify="left")
+        table.box, table.pad_edge, table.collapse_padding = None, False, True
         for row in rows:
-            table.add_row(*(Text(row[column]) for column in columns))
+            table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in row.values()))
         return table
-
-    def _select_columns(self, widths: Mapping[str, int]) -> list[str]:
-        """Select the table's columns. On a narrow terminal, metrics are left out, the last first, then the time left.
-
-        Arm, seed, step and status always stay. widths: of the cells of each column.
-        """
-        columns = list(widths)
-        metrics = [display_column.name for display_column in self._family.progress_columns]
-        for column in [*reversed(metrics), "time left"]:
-            if sum(widths[name] for name in columns) + _count_frame(columns) <= self._console.width:
-                break
-            columns.remove(column)
-        return columns
 
     def _make_cells(self, view: RunView) -> dict[str, str]:
         """Make the cells of a run in the live table, by heading."""
@@ -277,14 +246,9 @@ class Progress:
             value = view.last_values.get(display_column.column)
             cells[display_column.name] = "-" if value is None else f"{value:{display_column.format_spec}}"
         cells["time left"] = format_duration(self.estimate_time_left(view)) if view.is_open else ""
-        return {**cells, "status": view.status_text}
+        return {**cells, "status": view.status}
 
     def print_note(self, run_id: str, text: str) -> None:
         """Print a plain line, such as a failure that is retried, unless there is a live table."""
         if not self._console.is_terminal:
             self._console.print(f"{self.views[run_id].spec.name} {text}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _count_frame(columns: Sequence[str]) -> int:
-    """Count a table line's characters besides its cells: rich puts spaces around each, and lines between them."""
-    return 3 * len(columns) + 1

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from trainable.config.command_lines import format_command
-from trainable.files.json_values import parse_finite
 from trainable.runs.orphans import terminate_orphans
-from trainable.runs.run_files import MAX_ROLLING_CHECKPOINTS, METRICS_FILE, read_rows
+from trainable.runs.run_files import MAX_ROLLING_CHECKPOINTS
 from trainable.runs.study_record import ENDED_STATUSES
 from trainable.versions import read_driver_versions
 from tune_study.folder import outputs
@@ -24,44 +23,24 @@ from tune_study.host.machine_checks import find_ray_folder
 from tune_study.host.terminal import finish_output
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan
-from tune_study.tune.conclusion import (
+from tune_study.tune.local_ray import LocalRay, kill_children, prepare_environment, watch_daemons
+from tune_study.tune.progress import Progress
+from tune_study.tune.search.halving import SIBLING_REASON, Rungs
+from tune_study.tune.search.rounds import plan_next_round
+from tune_study.tune.session import (
+    StudySession,
+    SuiteContext,
     conclude_study,
     end_wandb,
     get_final_statuses,
     has_failed_round,
-    list_reading_commands,
-    print_next_commands,
-    write_last_results,
+    plan_next_look,
+    write_outputs,
 )
-from tune_study.tune.local_ray import LocalRay
-from tune_study.tune.progress import Progress
-from tune_study.tune.search.halving import Rungs
-from tune_study.tune.search.rounds import plan_next_round
-from tune_study.tune.session import StudySession, SuiteContext, plan_next_look
 from tune_study.tune.trials import list_run_ids, make_trial_configs
 
 if TYPE_CHECKING:
     from tune_study.tune.callbacks import Recorder
-
-_RAY_ENVIRONMENT = {
-    # Send no usage data to Ray's developers.
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # Tune prints nothing, since `Progress` shows the runs, and the Recorder writes tracebacks to each run's log.
-    "RAY_AIR_NEW_OUTPUT": "0",
-    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
-    # At 0, Tune does not warn about frequent saves of its experiment state, which no study is resumed from.
-    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
-    # A trial that hangs as it ends is killed after a minute; by default, Tune would keep its GPU for ten.
-    "TUNE_FORCE_TRIAL_CLEANUP_S": "60",
-    # `Interrupt` handles Ctrl-C; Tune's own handler would end the experiment without waiting for the current steps.
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",
-    # In Ray 2.60 each trial starts its own worker, so workers that Ray starts in advance only take CPU time.
-    "RAY_prestart_worker_first_driver": "0",
-}
-"""Set before Ray is imported, unless the user has set them."""
-
-_LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""At 0, Ray listens only on the loopback address. Ray has this switch for systems without cluster support."""
 
 
 def execute_study(
@@ -88,8 +67,7 @@ def execute_study(
             print_line(console, f"Terminated process {orphan}, an orphan of an earlier start of this study")
         if suite is None:
             ray = stack.enter_context(LocalRay([plan.folder], console, is_local=is_local))
-            suite = SuiteContext(ray, make_interrupt(plan.folder), lambda: None)
-        progress = Progress(plan, resource_plan.max_concurrent, console)
+            suite = SuiteContext(ray, make_interrupt(plan.folder))
         stack.enter_context(suite.interrupt.limit_time(time_limit, partial(print_line, console)))
         storage = None
         if plan.storage is not None:
@@ -98,7 +76,7 @@ def execute_study(
             storage = StoredStudy(plan)
             stack.enter_context(storage.keep_synced())
         finished_statuses = find_finished_runs(plan, (*skipped_statuses, *get_final_statuses(plan)))
-        wandb_log = None
+        progress, wandb_log = Progress(plan, resource_plan.max_concurrent, console, finished_statuses), None
         if plan.wandb.mode != "off":
             # This must not import Ray, which reads its environment on import: `prepare_environment` has not run yet.
             from tune_study.tune.wandb_logging import WandbLog
@@ -108,31 +86,29 @@ def execute_study(
         exit_code = _run_session(session)
         end_wandb(session)
     # A suite ends with an index of its studies.
-    if not exit_code and is_alone and (commands := list_reading_commands(plan)):
-        print_next_commands(console, commands)
+    if not exit_code and is_alone and plan.study.family.is_fine_tuning:
+        print_line(console, f"What changed in each run, and when: {format_command('explain', plan.folder)}")
     return exit_code
 
 
 def _run_session(session: StudySession) -> int:
     """Run the plan, and the plans that follow from its results, in a locked folder; return the exit code."""
-    is_first = True
+    for spec in session.plan.runs:
+        if status := session.finished_statuses.get(spec.run_id):
+            print_line(session.console, f"{spec.name} is {status.status} and is not run again")
     while True:
-        exit_code = _run_planned_seeds(session, names_finished=is_first)
+        exit_code = _run_planned_seeds(session)
         next_plan = None if session.interrupt.is_requested else _plan_next(session, exit_code)
         if next_plan is None:
             return exit_code
         if session.storage is not None:
-            session.storage.add_runs(next_plan)
+            session.storage.plan = next_plan
         if session.wandb is not None:
-            session.wandb.follow(next_plan)
-        is_first = False
+            session.wandb.plan = next_plan
         # All earlier runs have ended, so only final statuses are skipped.
-        session = replace(
-            session,
-            plan=next_plan,
-            finished_statuses=find_finished_runs(next_plan, get_final_statuses(next_plan)),
-            progress=Progress(next_plan, session.resource_plan.max_concurrent, session.console),
-        )
+        finished_statuses = find_finished_runs(next_plan, get_final_statuses(next_plan))
+        progress = Progress(next_plan, session.resource_plan.max_concurrent, session.console, finished_statuses)
+        session = replace(session, plan=next_plan, finished_statuses=finished_statuses, progress=progress)
 
 
 def _plan_next(session: StudySession, exit_code: int) -> StudyPlan | None:
@@ -148,7 +124,7 @@ def _plan_next(session: StudySession, exit_code: int) -> StudyPlan | None:
         next_plan, line = plan_next_round(plan)
         if next_plan is None and plan.has_next_round:  # an unexpected end: the report was left out
             print_line(session.console, line)
-            write_last_results(session)
+            write_outputs(session)
             return None
     elif plan.max_seeds is not None:
         if exit_code:
@@ -161,10 +137,10 @@ def _plan_next(session: StudySession, exit_code: int) -> StudyPlan | None:
     return next_plan
 
 
-def _run_planned_seeds(session: StudySession, *, names_finished: bool) -> int:
+def _run_planned_seeds(session: StudySession) -> int:
     """Train the runs of the plan, write tables and report, and return the exit code.
 
-    names_finished: print each run that is not run again. Raises PlanError if the study's files cannot be written.
+    Raises PlanError if the study's files cannot be written.
     """
     plan, console = session.plan, session.console
     try:
@@ -181,7 +157,8 @@ def _run_planned_seeds(session: StudySession, *, names_finished: bool) -> int:
         raise PlanError(problem)
     for change in changes:
         print_line(console, f"Continuing with a different {change}: earlier and later rows may differ because of it")
-    _show_earlier_rows(session, names_finished=names_finished)
+    if session.finished_statuses:
+        print_line(console, f"{len(plan.runs) - len(session.finished_statuses)} of {len(plan.runs)} runs remain")
     statuses, problem = StudyStatuses(plan, session.finished_statuses), ""
     if len(session.finished_statuses) < len(plan.runs):
         problem = _train_runs(session, statuses)
@@ -200,7 +177,7 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
     plan, rungs, problem = session.plan, None, ""
     if plan.search is not None and plan.search.grace_steps is not None:
         rungs = Rungs(plan, plan.study.family.is_higher_better, session.finished_statuses)
-    recorder = Recorder(plan, session.resource_plan, session.progress, statuses, rungs, session.storage, session.wandb)
+    recorder = Recorder(session, statuses, rungs)
     try:
         _fit_tuner(session, statuses, recorder)
     except KeyboardInterrupt:
@@ -214,7 +191,13 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
         # The last line names the cause in Tune's errors. `KeyError: 'x'` says more than `'x'`.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
         problem = f"{summary}: {lines[-1] if len(lines) > 1 else f'{type(error).__name__}: {lines[0]}'}."
-    recorder.censor_waiting()  # again, since an error may have ended the study
+    if rungs is not None:
+        statuses.censor_waiting(rungs.is_censored, SIBLING_REASON)
+    return _close_statuses(session, statuses, problem)
+
+
+def _close_statuses(session: StudySession, statuses: StudyStatuses, problem: str) -> str:
+    """Give every run a final status after the training; return an error text, or "". problem: the error so far."""
     # The runs' files must be here before their rows and statuses are read.
     if session.storage is not None:
         try:
@@ -231,66 +214,25 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
     return " ".join(filter(None, (problem, statuses.close(reason))))
 
 
-def prepare_environment(gpus: tuple[str, ...], joins_cluster: bool = False) -> None:
-    """Set the environment variables that Ray reads when it is imported and started.
-
-    gpus: ids of the GPUs that Ray may use; empty if it starts without a GPU or runs elsewhere. joins_cluster: whether
-    Ray connects to other nodes, and must not be limited to the loopback address.
-    """
-    for name, value in _RAY_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    # Set even if the user has set it, unlike the others: Ray must not be reachable from other machines.
-    if not joins_cluster:
-        os.environ[_LOOPBACK_ENV] = "0"
-    if gpus:
-        # Ray assigns the GPUs that this variable lists.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-
-
 def _fit_tuner(session: StudySession, statuses: StudyStatuses, recorder: "Recorder") -> None:
     """Start Ray if necessary, and train all remaining runs."""
-    from tune_study.tune.watchdog import watch_daemons  # imports Ray
-
-    plan = session.plan
     # Ray installs a SIGTERM handler when it starts, so our handlers are installed afterwards.
     with (
-        session.suite.ray.acquire(plan.folder, session.resource_plan, has_next_round=plan.has_next_round) as daemons,
+        session.suite.ray.acquire(session.resource_plan) as daemons,
         session.interrupt.handle_signals(partial(print_line, session.console)),
     ):
         tuner = make_study_tuner(session, recorder)
-        with (
-            session.progress.show_live(),
-            watch_daemons(daemons, lambda lost: _end_without_ray(session, statuses, lost)),
-        ):
+        with session.progress.show_live(), watch_daemons(daemons, partial(_end_without_ray, session, statuses)):
             tuner.fit()
-            # Done before the table shows how each run ended.
-            for status in recorder.censor_waiting():
-                session.progress.end_run(status.run_id, status.display_text, status.reason)
 
 
 def _end_without_ray(session: StudySession, statuses: StudyStatuses, reason: str) -> None:
     """End the study and this process after Ray's daemons are lost, because every further call to Ray would hang."""
-    from tune_study.tune.watchdog import kill_children
-
     kill_children()  # first, so that no run writes rows while statuses and tables are written
-    if session.storage is not None:  # statuses and tables are made from local rows
-        with suppress(OSError):
-            session.storage.pull()
-    interrupt, problem = session.interrupt, ""
-    if interrupt.is_requested:
-        # A batch system and `timeout` signal all processes at once, and Ray's processes then end by themselves.
-        print_line(
-            session.console,
-            f"{interrupt.signal_name or 'The request to stop'} ended Ray's processes too, so it was probably sent to "
-            f"the whole process group: steps that were not finished are trained again.",
-        )
-        status_problem = statuses.close(interrupt.reason)
-    else:
-        problem = f"The study ended early: {reason}."
-        status_problem = statuses.close(f"the study ended early: {reason}")
-    exit_code = conclude_study(session, " ".join(filter(None, (problem, status_problem))), statuses)
+    # A batch system and `timeout` signal all processes at once, and Ray's processes then end by themselves.
+    problem = "" if session.interrupt.is_requested else f"The study ended early: {reason}."
+    exit_code = conclude_study(session, _close_statuses(session, statuses, problem), statuses)
     end_wandb(session)
-    session.suite.on_ray_lost()
     # This is the watchdog's thread, and the main thread is stuck in a call to Ray. os._exit does not flush streams.
     os._exit(finish_output(exit_code))
 
@@ -347,9 +289,8 @@ def make_run_options(session: StudySession, recorder: "Recorder") -> dict[str, A
     """Make the arguments of Tune's RunConfig: where it writes, its callbacks, and its stoppers."""
     from ray import tune
 
-    from tune_study.tune.callbacks import SilentReporter
+    from tune_study.tune.callbacks import DiskSpaceGuard, SilentReporter
     from tune_study.tune.stoppers import make_interrupt_stopper, rules
-    from tune_study.tune.watchdog import DiskSpaceGuard
 
     plan = session.plan
     # First, because Tune asks no further stopper after one that ends the run, and the rungs need every row.
@@ -376,22 +317,3 @@ def make_run_options(session: StudySession, recorder: "Recorder") -> dict[str, A
         "checkpoint_config": tune.CheckpointConfig(num_to_keep=MAX_ROLLING_CHECKPOINTS, checkpoint_at_end=True),
         "verbose": 0,  # `Progress` prints instead
     }
-
-
-def _show_earlier_rows(session: StudySession, *, names_finished: bool) -> None:
-    """Show in the live table what earlier starts have trained, and print how many runs remain.
-
-    names_finished: print each run that is not run again.
-    """
-    plan, finished_statuses, console = session.plan, session.finished_statuses, session.console
-    for spec in plan.runs:
-        rows = read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE)
-        measured_values = (row.get(plan.study.family.primary_metric) for row in reversed(rows))
-        last_value = next((value for value in measured_values if parse_finite(value) is not None), None)
-        step = rows[-1]["step"] if rows else 0
-        status = finished_statuses.get(spec.run_id)
-        session.progress.continue_run(spec.run_id, step, last_value, status.status if status else "waiting")
-        if status and names_finished:
-            print_line(console, f"{spec.name} is {status.status} and is not run again")
-    if finished_statuses:
-        print_line(console, f"{len(plan.runs) - len(finished_statuses)} of {len(plan.runs)} runs remain")

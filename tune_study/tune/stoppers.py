@@ -8,9 +8,9 @@ from ray import tune
 from ray.tune.result import SHOULD_CHECKPOINT
 
 from search_spaces.declaration.study import Study
-from trainable.config.alarm_rule import parse_alarm_rule
 from trainable.config.run_config import apply_overrides
 from trainable.config.sections import EarlyStopConfig
+from trainable.config.setting_types import parse_alarm_rule
 from trainable.files.json_values import parse_finite
 from trainable.runs.records import drop_carried
 from trainable.runs.stop_rules import ALARM, HISTORY_COLUMNS, RULES, evaluate_stop_rules
@@ -33,19 +33,7 @@ class RuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
     follows that decision. Without the key, the Stopper applies the rule to the results of the trial so far, with
     `training_iteration` as the step. If the rule fires, it adds the `stop_...` columns to the result, so that the last
     row says why the trial ended. A Trainable without a filter needs no `groups_kept`. Raises ValueError for an unknown
-    rule.
-
-    Example: the published rules for your own Trainable::
-
-        from ray import tune
-        from trainable.config.sections import EarlyStopConfig
-        from tune_study import RuleStopper
-
-        stop = tune.stopper.CombinedStopper(
-            RuleStopper("reward_variance_collapse", EarlyStopConfig(variance_ratio=0.2)),
-            RuleStopper("low_validation_success"),
-        )
-        tune.Tuner(MyTrainable, run_config=tune.RunConfig(stop=stop)).fit()
+    rule. See examples/ray_stoppers.py.
     """
 
     def __init__(
@@ -103,9 +91,6 @@ def rules(study: str | Study, preset: str = "laptop") -> tune.stopper.CombinedSt
     """Make one Stopper of the stop rules of a study, with its thresholds under a preset.
 
     study: a study, or the name of one in this package. Raises PlanError for another name.
-
-    Example:
-        >>> tune.RunConfig(stop=rules("kl"))  # doctest: +SKIP
     """
     declared = resolve_study(study)
     config = apply_overrides(declared.family.config_class.model_validate({}), declared.make_preset_settings(preset))

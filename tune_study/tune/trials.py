@@ -3,7 +3,6 @@
 A trial has one run, or the runs of all seeds of an arm.
 """
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -12,8 +11,6 @@ from trainable.config.own_parts import list_part_files
 from trainable.runs.records import drop_carried
 from trainable.runs.study_record import StatusRecord
 from tune_study.host.interrupt import Interrupt
-from tune_study.placement.model_size import read_model_shape
-from tune_study.placement.time_estimate import estimate_update_flops
 from tune_study.plan.study_plan import RunSpec, StudyPlan, find_changed_settings
 
 
@@ -38,17 +35,6 @@ def has_several_runs(config: Mapping[str, Any]) -> bool:
     return isinstance(config["seed"], list | tuple)
 
 
-def list_lone_ends(config: Mapping[str, Any], result: Mapping[str, Any]) -> set[str]:
-    """List the ids of runs that a stop rule or a failure has ended by this result while their trial may continue.
-
-    A trial of one run has none, since it ends together with its run. A failed run stays in all later results.
-    """
-    if not has_several_runs(config):
-        return set()
-    stopped_ids = {run_id for run_id, row in split_rows_by_run(config, result).items() if row.get("stop_rule")}
-    return stopped_ids | set(result.get("failed", {}))
-
-
 def make_trial_configs(
     plan: StudyPlan,
     finished_statuses: Mapping[str, StatusRecord],
@@ -57,35 +43,14 @@ def make_trial_configs(
 ) -> Iterator[dict[str, Any]]:
     """Yield the configs of a study's Tune trials, each with its remaining runs.
 
-    Among the trials of a seed, the most expensive come first, so that the last trial does not run alone for long.
-
     finished_statuses: statuses, by run_id, of the runs that are not run again. interrupt: the request to stop, whose
     files end runs after their next step. placement_settings: settings that follow from the GPUs' memory (see
     `ResourcePlan`).
     """
-    for specs in _sort_by_cost(plan):
+    for specs in plan.trials:
         remaining_specs = tuple(spec for spec in specs if spec.run_id not in finished_statuses)
         if remaining_specs:
             yield {**make_trial_config(plan, remaining_specs, interrupt), **placement_settings}
-
-
-def _sort_by_cost(plan: StudyPlan) -> Sequence[tuple[RunSpec, ...]]:
-    """Sort the trials (tuples of runs) by seed, and within a seed by cost, the most expensive first.
-
-    Trials whose costs are equal or unknown keep their order.
-    """
-    if plan.model is None:
-        return plan.trials
-    shapes = {path: read_model_shape(path, os.environ) for path in {config.model.path for config in plan.ppo_configs}}
-    seed_order = list(dict.fromkeys(spec.seed for spec in plan.runs))
-
-    def get_rank(specs: tuple[RunSpec, ...]) -> tuple[int, float]:
-        config = specs[0].ppo_config
-        shape = shapes[config.model.path]
-        cost = 0.0 if shape is None else estimate_update_flops(shape, config) * config.trainer.total_training_steps
-        return seed_order.index(specs[0].seed), -cost
-
-    return sorted(plan.trials, key=get_rank)
 
 
 def make_trial_config(plan: StudyPlan, specs: Sequence[RunSpec], interrupt: Interrupt | None = None) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from ray import tune
 from ray.tune.search.sample import Domain
 
 from search_spaces.declaration.study import Study
-from trainable.config.aliases import flatten_settings
 from trainable.config.run_config import resolve_key
+from trainable.config.setting_types import flatten_settings
 from tune_study.plan.study_plan import find_changed_settings, make_plan
 from tune_study.tune.stoppers import resolve_study, rules
 
@@ -115,10 +115,6 @@ def make_tuner(
         tune_config: metric, scheduler and searcher; None for Tune's defaults (first come, first served).
         run_options: arguments of `tune.RunConfig`, which override these: `name` is the study's name, `stop` has its
             stop rules, and `checkpoint_config` asks for a checkpoint at the end.
-
-    Example:
-        >>> tuner = make_tuner("kl", seeds=2, values=("0", "0.1"), storage_path="/shared/studies")  # doctest: +SKIP
-        >>> results = tuner.fit()  # doctest: +SKIP
     """
     declared = resolve_study(study)
     if space is None:

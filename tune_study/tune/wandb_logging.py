@@ -13,7 +13,7 @@ from glob import escape
 from typing import Any
 
 from trainable.runs.run_files import GRADIENTS_FILE, METRICS_FILE, read_rows
-from trainable.runs.study_record import OPEN_STATUSES, StatusRecord, find_record
+from trainable.runs.study_record import StatusRecord
 from tune_study.plan.study_plan import RunSpec, StudyPlan
 
 OPEN_TIMEOUT_S = 30.0
@@ -29,14 +29,12 @@ class WandbLog:
     In mode online, rows are sent as they come. Offline, a W&B run is a file, which is written as a whole when its run
     has ended, and again with its verdict when the study has. It replaces the file of an earlier start.
 
-    plan: the study, whose W&B mode is not off. The attribute `problem` says why the logging is incomplete, and is empty
-    if it is complete.
+    plan: the study, whose W&B mode is not off; it may be replaced by the same study with more runs. problem: why the
+    logging is incomplete; empty if it is complete.
     """
 
     def __init__(self, plan: StudyPlan) -> None:
-        self.problem = ""
-        self._plan = plan
-        self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in plan.runs}
+        self.problem, self.plan = "", plan
         self._events: queue.SimpleQueue[tuple[str, Mapping[str, Any] | None] | None] = queue.SimpleQueue()
         """Runs to write, with the summary that ends a W&B run (None: the run is trained). None ends the queue."""
         self._open_runs: dict[str, Any] = {}
@@ -44,23 +42,19 @@ class WandbLog:
         self._thread = threading.Thread(target=self._write_events, name="wandb", daemon=True)
         self._thread.start()
 
-    def follow(self, plan: StudyPlan) -> None:
-        """Also log the further runs of a study that has got more of them."""
-        self._plan = plan
-        self._specs = {spec.run_id: spec for spec in plan.runs}
+    @property
+    def _specs(self) -> dict[str, RunSpec]:
+        return {spec.run_id: spec for spec in self.plan.runs}
 
     def send_rows(self, run_ids: Iterable[str]) -> None:
         """Queue runs with new rows."""
-        if self._plan.wandb.mode == "online":
+        if self.plan.wandb.mode == "online":
             for run_id in run_ids:
                 self._events.put((run_id, None))
 
-    def end_runs(self, run_ids: Iterable[str]) -> None:
-        """Queue runs that have ended and have their statuses."""
-        for run_id in run_ids:
-            status = find_record(StatusRecord, self._plan.get_run_dir(run_id))
-            if status is not None and status.status not in OPEN_STATUSES:
-                self._events.put((run_id, {"status": status.status, "reason": status.reason}))
+    def end_run(self, status: StatusRecord) -> None:
+        """Queue a run that has ended with this status."""
+        self._events.put((status.run_id, {"status": status.status, "reason": status.reason}))
 
     def conclude(self, summaries: Mapping[str, Mapping[str, Any]]) -> None:
         """Queue all runs of the study. summaries: the final summary of each, by run_id."""
@@ -68,18 +62,13 @@ class WandbLog:
             if run_id in self._specs:  # the folder may have runs of another plan
                 self._events.put((run_id, summary))
 
-    def close(self, timeout_s: float | None = None) -> bool:
-        """End the open W&B runs; return whether everything was written and, in mode online, sent.
-
-        timeout_s: None for a limit that depends on the number of runs.
-        """
-        if timeout_s is None:
-            timeout_s = OPEN_TIMEOUT_S + RUN_TIMEOUT_S * len(self._specs)
+    def close(self) -> str:
+        """End the open W&B runs; return `problem`, which is empty if all was written and, in mode online, sent."""
         self._events.put(None)
-        self._thread.join(timeout_s)
+        self._thread.join(OPEN_TIMEOUT_S + RUN_TIMEOUT_S * len(self._specs))
         if self._thread.is_alive():
             self.problem = self.problem or "it took too long"
-        return not self.problem
+        return self.problem
 
     def _write_events(self) -> None:
         """Process events in order in the thread, until the end or the first error."""
@@ -93,7 +82,7 @@ class WandbLog:
 
     def _write_run(self, run_id: str, summary: Mapping[str, Any] | None) -> None:
         """Send the rows of a run that W&B lacks, and end its W&B run if there is a summary."""
-        rows = read_rows(self._plan.get_run_dir(run_id) / METRICS_FILE)
+        rows = read_rows(self.plan.get_run_dir(run_id) / METRICS_FILE)
         # A run that failed before its first row is ended, too.
         if not rows and (summary is None or summary.get("status") == "never_ran"):
             return
@@ -120,7 +109,7 @@ class WandbLog:
 
         from analysis.gradients.published_metrics import TABLE_COLUMNS, read_published_metrics
 
-        numbers, rows_by_key = read_published_metrics(self._plan.get_run_dir(run_id) / GRADIENTS_FILE, step)
+        numbers, rows_by_key = read_published_metrics(self.plan.get_run_dir(run_id) / GRADIENTS_FILE, step)
         tables = {key: wandb.Table(columns=list(TABLE_COLUMNS), data=rows) for key, rows in rows_by_key.items()}
         return {**numbers, **tables, "timing_s/gradient_analysis": values["seconds_gradient_analysis"]}
 
@@ -132,7 +121,7 @@ class WandbLog:
         """
         import wandb
 
-        plan, is_online = self._plan, self._plan.wandb.mode == "online"
+        plan, is_online = self.plan, self.plan.wandb.mode == "online"
         identity = hashlib.sha256(f"{plan.run} {spec.config.compute_run_hash()}".encode()).hexdigest()[:12]
         # W&B documents a limit of 128 characters for project names, which is assumed for ids. The end has the hash.
         wandb_id = f"{spec.run_id}-{identity}"[-128:]

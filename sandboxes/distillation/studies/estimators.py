@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 from sandboxes.distillation.family import EXACT, GRADIENT_VARIANCE, make_distillation_study
+from sandboxes.toys.study import set_length
 from trainable.families import Settings
 
 # Any combination: `--set task=soft_reversal --set method=OPDPG`.
@@ -23,12 +24,7 @@ EXACT_SAMPLED = make_distillation_study(
     arms={"exact": EXACT, "sampled": {"method": "OPDPG"}},
     baseline="exact",
     setting="loss",
-    fixed_settings={
-        "batch_size": 64,
-        "trainer.total_training_steps": 500,
-        "trainer.test_freq": 20,
-        "trainer.resume_every": 100,
-    },
+    fixed_settings={"batch_size": 64, **set_length(500, 20, 100)},
 )
 
 _HORIZONS = (4, 8, 16, 32, 64)
@@ -59,9 +55,7 @@ VARIANCE = make_distillation_study(
         "d_model": 32,
         "num_layers": 1,
         "max_seq_len": _HORIZONS[-1],
-        "trainer.total_training_steps": 60,
-        "trainer.test_freq": 1,
-        "trainer.resume_every": 60,
+        **set_length(60, 1, 60),
     },
     smoke_settings={"trainer.total_training_steps": 3, "trainer.resume_every": 3},
     contrasts={

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 MIN_STD = 0.01
 """Replaces a standard deviation of 0 in a test, in the unit of the column (fraction, reward or nats).
@@ -73,22 +74,18 @@ def read_cells(file_name: str, make_conditions: Callable[[str, str], Mapping[str
     make_conditions: maps a study and an arm to the settings of the published runs.
     """
     rationales = {"": "", **{row["name"]: row["text"] for row in _read_rows("rationales.csv")}}
-    return tuple(
-        Cell(
-            studies=(studies := tuple(row["studies"].split())),
-            arm=row["arm"],
-            column=row["column"],
-            mean=float(row["mean"] or "nan"),
-            std=float(row["std"] or "nan"),
-            n=int(row["n"]),
-            section=row["section"],
-            kind=row["kind"],
-            expected_verdict=row["expected_verdict"],
-            rationale=rationales[row["rationale"]],
-            conditions=make_conditions(studies[0], row["arm"]),
-        )
-        for row in _read_rows(file_name)
-    )
+    cells = []
+    for row in _read_rows(file_name):
+        studies = tuple(row["studies"].split())
+        values: dict[str, Any] = {
+            **row,
+            **{name: float(row[name] or "nan") for name in ("mean", "std")},
+            "studies": studies,
+            "n": int(row["n"]),
+            "rationale": rationales[row["rationale"]],
+        }
+        cells.append(Cell(**values, conditions=make_conditions(studies[0], row["arm"])))
+    return tuple(cells)
 
 
 def _read_rows(file_name: str) -> list[dict[str, str]]:

@@ -18,7 +18,6 @@ from analysis.data.frames import StudyFrames
 from analysis.data.schemas import Row
 from analysis.stats.estimates import Estimate, Floats, SampleStats, holm_adjust, welch_t_test
 from analysis.stats.noise import compute_equivalence_p_value
-from analysis.sweep.verdicts import format_status
 from sandboxes.toys.published import distillation_sandbox, update_rule_sandbox
 from sandboxes.toys.published.cells import (
     DIFFERS,
@@ -44,7 +43,7 @@ COLUMNS = (
     *("study", "arm", "column", "section", "kind"),
     *("published_mean", "published_std", "published_n", "mean", "std", "n"),
     *("difference", "low", "high", "df", "p", "p_holm", "margin", "p_equal", "verdict", "reason"),
-    *("expected_verdict", "as_expected", "rationale", "notes"),
+    *("expected_verdict", "as_expected", "rationale"),
 )
 
 
@@ -106,7 +105,6 @@ def _make_row(frames: StudyFrames, cell: Cell, study: str) -> Row:
         **{name: getattr(estimate, name) for name in ("low", "high", "df", "p")},
         "p_equal": compute_equivalence_p_value(estimate, cell.margin),
         "reason": reason,
-        "notes": _format_notes(cell, trials),
     }
 
 
@@ -142,22 +140,6 @@ def _explain_untestable(cell: Cell, runs: pd.DataFrame, values: Floats) -> str:
                 "reach it would be too small"
             )
     return "" if len(values) > 1 else f"a standard deviation needs two values; our runs have {len(values)}"
-
-
-def _format_notes(cell: Cell, trials: pd.DataFrame) -> str:
-    """List the seeds of runs that did not complete, or never reached the step of a first_step column."""
-    notes = []
-    for status, rows in trials[trials["status"] != "completed"].groupby("status", sort=False):
-        counting_text = "counted with the last row" if status in SCORED_STATUSES else "not counted"
-        notes.append(f"{format_status(str(status))}, {counting_text}: {_format_seeds(rows)}")
-    if cell.is_step and cell.column in trials:
-        missing_runs = trials[trials["status"].isin(SCORED_STATUSES) & trials[cell.column].isna()]
-        notes += [f"never reached: {_format_seeds(missing_runs)}"] if len(missing_runs) else []
-    return "; ".join(notes)
-
-
-def _format_seeds(rows: pd.DataFrame) -> str:
-    return f"seed{'s' if len(rows) > 1 else ''} {', '.join(map(str, sorted(rows['seed'])))}"
 
 
 def summarize_verdicts(table: pd.DataFrame) -> str:

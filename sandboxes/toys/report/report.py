@@ -21,38 +21,19 @@ from analysis.report.common import (
     StudyResults,
     format_ordinary,
     format_p,
+    format_verdict,
     list_command_sentences,
     list_remarks,
     make_reproduction_tables,
     make_runs_table,
 )
-from analysis.report.search import SEARCH, SEARCH_FIGURES
-from analysis.report.section import (
-    Figure,
-    Heading,
-    Listing,
-    Report,
-    Section,
-    Table,
-    TableColumn,
-    format_duration,
-    name,
-    number,
-    text,
-)
+from analysis.report.search import SEARCH
+from analysis.report.section import Figure, Heading, Listing, Report, Section, Table, TableColumn, name, number, text
 from analysis.sweep import findings, series
-from analysis.sweep.verdicts import (
-    count_nouns,
-    format_interval,
-    format_p_value,
-    format_signed,
-    format_signed_4,
-    is_missing,
-)
+from analysis.sweep.verdicts import format_interval, format_signed, format_signed_4, is_missing
 from sandboxes.toys.published.cells import POOLED
 from sandboxes.toys.published.reproduction import compare_to_published, describe_sources, summarize_verdicts
 from sandboxes.toys.report import tables
-from sandboxes.toys.study import Panel
 
 
 @dataclass(frozen=True)
@@ -75,12 +56,12 @@ class ToyResults(StudyResults):
         return compare_to_published(self.frames)
 
     @cached_property
-    def curves(self) -> dict[Panel, tuple[pd.DataFrame, pd.DataFrame]]:
-        """For each panel of the study, the curves of single runs and the mean curves of its column."""
+    def curves(self) -> dict[str, tuple[pd.DataFrame, pd.DataFrame]]:
+        """For each column of `tables.select_panels`, the curves of single runs and the mean curves."""
         frames = self.frames
         return {
-            panel: (series.make_curves(frames, panel.column), tables.compute_mean_curves(frames, panel.column))
-            for panel in tables.select_panels(frames)
+            column: (series.make_curves(frames, column), tables.compute_mean_curves(frames, column))
+            for column in tables.select_panels(frames)
         }
 
     @property
@@ -101,7 +82,7 @@ def _make_verdict_table(results: ToyResults) -> Iterator[Table]:
     yield Table(
         [
             name("arm"),
-            TableColumn("verdict", _format_verdict, "verdict"),
+            TableColumn("verdict", format_verdict, "verdict"),
             number(tables.get_description(results.frames).number, "mean", "{:.4f}".format),
             number("minus the\nbaseline", "difference", format_signed_4),
             number("Holm p", "p_holm", format_p),
@@ -117,12 +98,6 @@ def _add_differences(results: ToyResults, rows: Iterable[Row]) -> list[Row]:
     differences = {(row["arm"], row["column"]): row for row in to_records(results.differences)}
     untested = dict.fromkeys(results.differences.columns)
     return [{**untested, **differences.get((row["arm"], row["column"]), {}), **row} for row in rows]
-
-
-def _format_verdict(row: Row) -> str:
-    if row["verdict"] == "equal":
-        return f"equal\nwithin {row['margin']:g}, {format_p_value(row['p_equal_holm'])}"
-    return str(row["verdict"])
 
 
 VERDICTS: Section[ToyResults] = Section(
@@ -155,18 +130,19 @@ def _explain_numbers(results: ToyResults) -> str:
 # ---------------------------------------------------------------------- curves
 
 
-def _draw_curves(curves: Mapping[Panel, tuple[pd.DataFrame, pd.DataFrame]], results: ToyResults) -> alt.TopLevelMixin:
+def _draw_curves(curves: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]], results: ToyResults) -> alt.TopLevelMixin:
+    labels = tables.select_panels(results.frames)
     chance_error = tables.compute_chance_error(results.frames)
     panels: list[Any] = [
         draw_curves(
             runs,
             means[means["runs"] > 1],
             results.colors,
-            panel.label,
-            line_at=chance_error if panel.column.startswith("test_error") else None,
-            key=panel.column,
+            labels[column],
+            line_at=chance_error if column.startswith("test_error") else None,
+            key=column,
         )
-        for panel, (runs, means) in curves.items()
+        for column, (runs, means) in curves.items()
     ]
     if len(panels) == 1:
         return panels[0]
@@ -183,11 +159,9 @@ def _make_curves_caption(results: ToyResults) -> str:
     )
 
 
-def _describe_curves(curves: Mapping[Panel, tuple[pd.DataFrame, pd.DataFrame]], results: ToyResults) -> str:
-    return " ".join(
-        f"{findings.describe_curves(runs, panel.label)} {findings.describe_run_spread(runs)}".strip()
-        for panel, (runs, _) in curves.items()
-    )
+def _describe_curves(curves: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]], results: ToyResults) -> str:
+    labels = tables.select_panels(results.frames)
+    return " ".join(findings.describe_curves(runs, labels[column]) for column, (runs, _) in curves.items())
 
 
 CURVES: Section[ToyResults] = Section(
@@ -197,7 +171,7 @@ CURVES: Section[ToyResults] = Section(
     figures=(
         Figure("curves", _make_curves_caption, lambda results: results.curves or None, _draw_curves, _describe_curves),
     ),
-    files=lambda results: {f"mean_{panel.column}": means for panel, (_, means) in results.curves.items()},
+    files=lambda results: {f"mean_{column}": means for column, (_, means) in results.curves.items()},
 )
 
 
@@ -207,8 +181,8 @@ CURVES: Section[ToyResults] = Section(
 def _make_number_tables(results: ToyResults) -> Iterator[Table]:
     (family,) = results.frames.families
     captions = {column.name: f"{column.meaning} ({column.unit})" for column in family.trial_columns}
-    published = tables.add_published(results.statistics, to_records(results.published))
-    for key, rows in groupby(_add_differences(results, published), key=itemgetter("column")):
+    rows_of_all = _add_differences(results, to_records(results.statistics))
+    for key, rows in groupby(rows_of_all, key=itemgetter("column")):
         key_rows = list(rows)
         yield Table(_make_number_columns(key_rows, key), key_rows, title=f"`{key}`", caption=captions[key])
 
@@ -216,10 +190,6 @@ def _make_number_tables(results: ToyResults) -> Iterator[Table]:
 def _make_number_columns(rows: Sequence[Row], key: str) -> list[TableColumn]:
     def format_number(value: float) -> str:
         return format_ordinary(value, key)
-
-    def format_published_deviation(row: Row) -> str:
-        is_published = not is_missing(row["published_mean"])
-        return f"{format_number(row['published_std'])} ({row['published_n']})" if is_published else "–"
 
     result = [
         name("arm"),
@@ -230,16 +200,11 @@ def _make_number_columns(rows: Sequence[Row], key: str) -> list[TableColumn]:
             "n", lambda row: f"{row['n']}" + f" of {row['scored_runs']}" * (row["n"] != row["scored_runs"]), "number"
         ),
     ]
-    if any(row["published_mean"] is not None for row in rows):
-        result += [
-            number("published\nmean", "published_mean", format_number),
-            TableColumn("published standard\ndeviation (n)", format_published_deviation, "number"),
-        ]
     if any(row["verdict"] for row in rows):
         result += [
             number("minus the\nbaseline", "difference", format_signed_4),
             number("Holm p", "p_holm", format_p),
-            TableColumn("verdict", lambda row: _format_verdict(row) if row["verdict"] else "", "verdict"),
+            TableColumn("verdict", lambda row: format_verdict(row) if row["verdict"] else "", "verdict"),
             text("basis", "basis"),
         ]
     if any(row["missing_seeds"] for row in rows):
@@ -261,7 +226,7 @@ NUMBERS: Section[ToyResults] = Section(
 # ---------------------------------------------------------------------- published numbers
 
 
-def _make_published_tables(frames: StudyFrames, table: pd.DataFrame) -> Iterator[Table]:
+def _make_published_tables(table: pd.DataFrame) -> Iterator[Table]:
     has_studies = [text("study", "study")] * (table["study"].nunique() > 1)
     numbers = [
         TableColumn("column", lambda row: f"`{row['column']}`"),
@@ -276,7 +241,7 @@ def _make_published_tables(frames: StudyFrames, table: pd.DataFrame) -> Iterator
             *numbers,
             TableColumn("ours minus\npublished", _format_published_difference, "number"),
             number("Holm p", "p_holm", format_p),
-            TableColumn("notes", lambda row: "; ".join(filter(None, [row["reason"], row["notes"]]))),
+            text("reason", "reason"),
         ],
         to_records(table[table["kind"] != POOLED]),
     )
@@ -339,7 +304,7 @@ PUBLISHED: Section[ToyResults] = Section(
     "reproduction",
     "Comparison with published numbers",
     sentences=lambda results: [summarize_verdicts(results.published)],
-    tables=lambda results: _make_published_tables(results.frames, results.published),
+    tables=lambda results: _make_published_tables(results.published),
     explanation=lambda results: _explain_published(results.frames),
     files=lambda results: {"reproduction": results.published},
     when=lambda results: bool(len(results.published)),
@@ -349,7 +314,7 @@ INDEX_PUBLISHED: Section[StudyFrames] = Section(
     "reproduction",
     "Comparison with published numbers",
     sentences=lambda frames: [summarize_verdicts(compare_to_published(frames))],
-    tables=lambda frames: _make_published_tables(frames, compare_to_published(frames)),
+    tables=lambda frames: _make_published_tables(compare_to_published(frames)),
     explanation=_explain_published,
     when=lambda frames: bool(len(compare_to_published(frames))),
 )
@@ -368,19 +333,7 @@ def _make_arm_table(results: ToyResults) -> Iterator[Table]:
     yield Table([*columns, *(text(setting, setting) for setting in settings)], rows)
 
 
-def _describe_effort(results: ToyResults) -> Iterator[str]:
-    frames = results.frames
-    time = ""
-    if len(frames.steps):
-        # The runs of a trial share its time, so a trial counts as its longest run.
-        run_seconds = frames.steps.groupby("run_id")["seconds_total"].max()
-        trial_ids = frames.trials.set_index("run_id")["trial_id"]
-        seconds = float(run_seconds.groupby(trial_ids.reindex(run_seconds.index)).max().sum())
-        time = f" Run time of all trials: {format_duration(seconds)}, which depends on the load."
-    yield f"{count_nouns(len(list_arms(frames)), 'arm')}; {findings.format_status_counts(frames.trials)}.{time}"
-
-
-ARMS: Section[ToyResults] = Section("arms", "What was run", sentences=_describe_effort, tables=_make_arm_table)
+ARMS: Section[ToyResults] = Section("arms", "What was run", tables=_make_arm_table)
 
 
 def _make_run_tables(results: ToyResults) -> Iterator[Table]:
@@ -407,7 +360,6 @@ TOY_REPORT: Report[ToyResults] = Report(
     (
         VERDICTS,
         SEARCH,
-        SEARCH_FIGURES,
         CONTRASTS,
         CURVES,
         NOTES,

@@ -5,32 +5,26 @@ row. The standard error is the standard deviation (ddof 1) divided by the root o
 """
 
 import math
-from collections.abc import Iterable
 from itertools import combinations, product
-from pkgutil import resolve_name
 from typing import Any
 
 import pandas as pd
 
 from analysis.data.compare import (
     SCORED_STATUSES,
-    TEST_COLUMNS,
-    add_adjusted_p_values,
-    collect_outcomes,
-    compare_with_baseline,
-    get_margin,
     has_added_seeds,
     list_arms,
     require_single_study,
     select_runs,
 )
-from analysis.data.frames import StudyFrames, to_records
+from analysis.data.frames import StudyFrames
 from analysis.data.schemas import Row
 from analysis.sweep import findings
 from analysis.sweep.series import make_curves
-from analysis.sweep.verdicts import count_nouns, describe_stops, describe_unfinished, name_verdict
+from analysis.sweep.tables import compare_outcomes
+from analysis.sweep.verdicts import count_nouns, describe_stops, describe_unfinished
 from sandboxes.toys.published.reproduction import sample_std
-from sandboxes.toys.study import Description, Panel
+from sandboxes.toys.study import Description
 from trainable.runs.records import STATUSES
 from trainable.runs.study_record import OPEN_STATUSES
 
@@ -45,7 +39,7 @@ _TOKEN_TASKS = {"token_reversal", "masked_reversal"}
 def get_description(frames: StudyFrames) -> Description:
     """What the report says of the family of the study in `frames`."""
     (family,) = frames.families
-    description: Description = resolve_name(family.description)
+    description: Description = family.description
     return description
 
 
@@ -58,11 +52,10 @@ def list_measured_columns(frames: StudyFrames) -> list[str]:
     return [name for name in names if frames.trials[name].notna().any()]
 
 
-def select_panels(frames: StudyFrames) -> tuple[Panel, ...]:
-    """The panels of the study for which at least one run has a value."""
-    description = get_description(require_single_study(frames))
-    study_panels = description.study_panels.get(frames.studies[0].name, description.panels)
-    return tuple(panel for panel in study_panels if frames.steps[panel.column].notna().any())
+def select_panels(frames: StudyFrames) -> dict[str, str]:
+    """The panels of the family for which at least one run of the study has a value: column and label."""
+    panels = get_description(require_single_study(frames)).panels
+    return {column: label for column, label in panels.items() if frames.steps[column].notna().any()}
 
 
 def compute_arm_statistics(frames: StudyFrames) -> pd.DataFrame:
@@ -88,18 +81,9 @@ def compute_differences(frames: StudyFrames) -> pd.DataFrame:
     p_holm and p_equal_holm are corrected over the arms for the primary outcome, and over arms and columns together for
     the others. First steps are not compared, because runs that never reach one have no number.
     """
-    (study,), (family,) = require_single_study(frames).studies, frames.families
-    baseline, arms = str(study.baseline), list_arms(frames)
-    rows = []
-    columns = [name for name in (family.primary_column, *family.secondary_columns) if frames.trials[name].notna().any()]
-    for name in columns if baseline in arms else []:
-        outcomes, margin = collect_outcomes(frames, name), get_margin(study, name)
-        for arm in [arm for arm in arms if arm != baseline]:
-            row = compare_with_baseline(outcomes, arm, baseline, margin)
-            rows.append({"arm": arm, "column": name, "baseline": baseline, **row, "n": row["seeds"]})
-    table = pd.DataFrame(rows, columns=["arm", "column", "baseline", *TEST_COLUMNS, "n", "basis"])
-    table = add_adjusted_p_values(table, family.primary_column)
-    return table.assign(verdict=[name_verdict(row, family) for row in to_records(table)])
+    (family,) = frames.families
+    columns = (family.primary_column, *family.secondary_columns)
+    return compare_outcomes(frames, [name for name in columns if frames.trials[name].notna().any()])
 
 
 def compute_mean_curves(frames: StudyFrames, column: str) -> pd.DataFrame:
@@ -143,16 +127,6 @@ def find_equal_arms(frames: StudyFrames) -> list[tuple[str, str]]:
     arms = [arm for arm, runs in values.items() if len(runs) > 1 and names]
     # DataFrame.equals compares the index as well, so the seeds must be the same; two missing values are equal.
     return [(a, b) for a, b in combinations(arms, 2) if values[a].equals(values[b])]
-
-
-def add_published(table: pd.DataFrame, cells: Iterable[Row]) -> list[Row]:
-    """Add the published numbers of cells, from `compare_to_published`, to arm statistics; None without a cell."""
-    published_cells = {(cell["arm"], cell["column"]): cell for cell in cells if cell["kind"] == "per seed"}
-    columns = ("published_mean", "published_std", "published_n")
-    return [
-        {**row, **{name: published_cells.get((row["arm"], row["column"]), {}).get(name) for name in columns}}
-        for row in to_records(table)
-    ]
 
 
 def select_primary(frames: StudyFrames, table: pd.DataFrame) -> pd.DataFrame:

@@ -111,8 +111,6 @@ class Judge:
             raise _TransientError(f"no reply ({type(error).__name__})") from None
         except requests.RequestException as error:
             raise JudgeError(f"The judge at {self.url} cannot be asked: {error}") from None
-        except ValueError:  # from http.client, whose text may contain the key
-            raise JudgeError(f"The judge at {self.url} cannot be asked: the request is not valid HTTP.") from None
         if status in (408, 409, 429) or status >= 500:
             raise _TransientError(f"status {status}")
         if status != 200:

@@ -3,7 +3,6 @@
 import atexit
 import json
 import os
-import secrets
 import select
 import signal
 import socket
@@ -15,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trainable.files.run_marks import DIGESTS_ENV, MARK_ENV, make_digests
+from trainable.runs.orphans import DIGESTS_ENV, MARK_ENV, make_digests
 
 _SCRIPT = Path(__file__).with_name("confined_process.py")
 _WITHOUT_RANDOM_ADDRESSES = (
@@ -41,13 +40,11 @@ class ConfinedChild:
     may have it.
     """
 
-    def __init__(self, handle: int, streams: Sequence[int], launcher: "Launcher") -> None:
-        self._handle, self.launcher = handle, launcher
+    def __init__(self, handle: int, pid: int, streams: Sequence[int], launcher: "Launcher") -> None:
+        self._handle, self.pid, self.launcher = handle, pid, launcher
         self.stdin, self.stdout, self.stderr = streams
         self._end = select.poll()
         self._end.register(handle, select.POLLIN)
-        lines = Path(f"/proc/self/fdinfo/{handle}").read_text().splitlines()
-        (self.pid,) = (int(line.removeprefix("Pid:")) for line in lines if line.startswith("Pid:"))
 
     def read_cpu_seconds(self) -> float:
         """Return the CPU time of the process so far, in seconds; 0 if it has ended."""
@@ -95,13 +92,11 @@ class Launcher:
 
     def start(self, numbers: Sequence[int]) -> ConfinedChild:
         """Start a process with these limits (`confined_process.main`). OSError if this fails now, or LauncherError."""
-        nonce = secrets.token_hex(16)
-        request = json.dumps({"nonce": nonce, "numbers": numbers}).encode()
         inner_ends, outer_ends = _make_streams()
         handles: list[int] = []
         try:
             try:
-                socket.send_fds(self._control, [request], inner_ends)
+                socket.send_fds(self._control, [json.dumps(numbers).encode()], inner_ends)
                 reply, handles, _, _ = socket.recv_fds(self._control, 1024, 1)
             except OSError as error:
                 raise LauncherError(str(error)) from None
@@ -109,12 +104,9 @@ class Launcher:
                 _close(inner_ends)
             if not reply:
                 raise LauncherError("the process that starts others has ended")
-            text = reply.decode("utf-8", "replace")
-            if not text.startswith(nonce):  # out of step: later replies would belong to other requests, too
-                raise LauncherError("the process that starts others has answered another request")
             if not handles:
-                raise OSError(text.removeprefix(nonce) or "no handle arrived")
-            return ConfinedChild(handles[0], outer_ends, self)
+                raise OSError(reply.decode("utf-8", "replace"))
+            return ConfinedChild(handles[0], int(reply), outer_ends, self)
         except BaseException:
             _close([*handles, *outer_ends])
             raise
@@ -135,14 +127,7 @@ class Launcher:
 
 def _make_streams() -> tuple[list[int], list[int]]:
     """Open three pipes: the ends for the new process (input, output, error), and ours, which do not block."""
-    ends: list[int] = []
-    try:
-        for _ in range(3):
-            ends.extend(os.pipe())
-    except OSError:  # close the others if one cannot be opened
-        _close(ends)
-        raise
-    input_inner, input_outer, output_outer, output_inner, error_outer, error_inner = ends
+    (input_inner, input_outer), (output_outer, output_inner), (error_outer, error_inner) = (os.pipe() for _ in range(3))
     outer_ends = [input_outer, output_outer, error_outer]
     for descriptor in outer_ends:
         os.set_blocking(descriptor, False)

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
@@ -112,15 +112,9 @@ class GeneratedPapers(_Papers):
 
     def make_test_levels(self, count: int) -> list[PaperLevel]:
         """Make the first `count` test questions: all distinct and in no published set."""
-        return list(_find_test_questions(self, count))
-
-
-@lru_cache(maxsize=4)
-def _find_test_questions(papers: GeneratedPapers, count: int) -> tuple[PaperLevel, ...]:
-    """Find test questions. Cached, because a process may train several runs, and the search tries thousands."""
-    levels = find_test_levels(papers.make_levels, count)
-    assert levels is not None  # two random numbers and an order of twenty things: questions hardly ever repeat
-    return tuple(levels)
+        levels = find_test_levels(self.make_levels, count)
+        assert levels is not None  # two random numbers and an order of twenty things: questions hardly ever repeat
+        return list(levels)
 
 
 @dataclass(frozen=True)

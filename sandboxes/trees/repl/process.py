@@ -12,7 +12,9 @@ import sys
 import time
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from sandboxes.trees.repl.confined_process import LENGTH_DIGITS, MAX_PROMPTS
 from sandboxes.trees.repl.launcher import START_SECONDS, ConfinedChild, LauncherError, start_confined
@@ -55,6 +57,37 @@ class Execution(NamedTuple):
     is_lost: bool = False
 
 
+class _Reply(BaseModel):
+    """A reply of the process, and the token of the message that it answers."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    token: str
+    kind: str
+
+
+class _ReadyReply(_Reply):
+    kind: Literal["ready"]
+
+
+class _ResultReply(_Reply):
+    kind: Literal["result"]
+    stdout: str
+    stderr: str
+    final: str | None
+
+
+class _QueryReply(_Reply):
+    kind: Literal["query"]
+    prompts: list[str] = Field(min_length=1, max_length=MAX_PROMPTS)
+    contexts: list[Context]
+
+
+_REPLIES: TypeAdapter[Any] = TypeAdapter(
+    Annotated[_ReadyReply | _ResultReply | _QueryReply, Field(discriminator="kind")]
+)
+
+
 class ConfinementError(RuntimeError):
     """This machine cannot confine a process."""
 
@@ -95,7 +128,7 @@ class ReplProcess:
         self._cpu_left = self._wall_left = 0.0
         self._start()
 
-    def __enter__(self) -> "ReplProcess":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -132,10 +165,6 @@ class ReplProcess:
             raise ValueError("No query is open.")
         return self._exchange({"kind": "problem", "text": problem})
 
-    def charge(self, seconds: float) -> None:
-        """Subtract CPU time, in seconds, that the open query uses elsewhere from the execution's budget."""
-        self._cpu_left -= seconds
-
     def _start(self) -> None:
         limits = self._limits
         numbers = [limits.memory_bytes, max(int(min(limits.seconds, 1e6) * 100), 1), limits.message_bytes]
@@ -171,12 +200,13 @@ class ReplProcess:
             return Execution("", f"{reply} All variables are lost.", None, is_lost=True)
         # Stopped until the next message: code that forged a reply would continue to run.
         self._process.send_signal(signal.SIGSTOP)
-        if reply["kind"] == "query":
-            self._open_prompts = len(reply["prompts"])
-            return Query(tuple(map(_clean, reply["prompts"])), tuple(map(_clean, reply["contexts"])))
-        return Execution(_clean(reply["stdout"]), _clean(reply["stderr"]), _clean(reply["final"]))
+        if isinstance(reply, _QueryReply):
+            self._open_prompts = len(reply.prompts)
+            return Query(tuple(map(_clean, reply.prompts)), tuple(map(_clean, reply.contexts)))
+        assert isinstance(reply, _ResultReply)
+        return Execution(_clean(reply.stdout), _clean(reply.stderr), _clean(reply.final))
 
-    def _ask(self, message: dict[str, Any], kinds: Container[str]) -> dict[str, Any] | str:
+    def _ask(self, message: dict[str, Any], kinds: Container[str]) -> _Reply | str:
         """Send a message and receive a reply of one of these kinds, or describe in a sentence what went wrong."""
         process = self._process
         assert process is not None
@@ -196,7 +226,7 @@ class ReplProcess:
         # Checked even if it replied before anybody looked, which may take a while on a busy machine.
         return reply if self._cpu_left > 0 else self._describe_overrun()
 
-    def _receive(self, stream: int, clock: "_Clock", kinds: Container[str]) -> dict[str, Any] | str:
+    def _receive(self, stream: int, clock: "_Clock", kinds: Container[str]) -> _Reply | str:
         content = bytearray()
         while not content.endswith(b"\n"):
             if not clock.wait(stream, select.POLLIN):
@@ -207,8 +237,8 @@ class ReplProcess:
             content += chunk
             if len(content) > self._limits.message_bytes:
                 return "MemoryError: the execution sent more than the REPL may and was ended."
-        message = _parse_message(bytes(content), self._token, kinds)
-        return message if message is not None else "RuntimeError: the execution sent what is no message and was ended."
+        reply = _parse_reply(bytes(content), self._token, kinds)
+        return "RuntimeError: the execution sent what is no message and was ended." if reply is None else reply
 
     def _describe_overrun(self) -> str:
         return f"TimeoutError: the execution took more than {self._limits.seconds:g} seconds and was ended."
@@ -266,37 +296,12 @@ def _clean(value: Any) -> Any:
     return None if value is None else _ADDRESS.sub("0x0", value).encode("utf-8", "replace").decode("utf-8")
 
 
-def _parse_message(content: bytes, token: str, kinds: Container[str]) -> dict[str, Any] | None:
-    """Parse the reply of the process to the message with `token`, checking all fields; None if invalid."""
+def _parse_reply(content: bytes, token: str, kinds: Container[str]) -> _Reply | None:
+    """Parse the reply of the process to the message with `token`; None if invalid."""
     try:
-        message = json.loads(content)
+        reply: _Reply = _REPLIES.validate_python(json.loads(content))
     except (ValueError, RecursionError):
         return None
-    if not isinstance(message, dict) or message.pop("token", None) != token:
+    if reply.token != token or reply.kind not in kinds:
         return None
-    kind = message.get("kind")
-    return message if isinstance(kind, str) and kind in kinds and _is_valid(message) else None
-
-
-def _is_valid(message: Mapping[str, Any]) -> bool:
-    if message["kind"] == "ready":
-        return message.keys() == {"kind"}
-    if message["kind"] == "result":
-        kinds = {"stdout": str, "stderr": str, "final": str | None}
-        is_complete = message.keys() == {"kind", *kinds}
-        return is_complete and all(isinstance(message[name], kind) for name, kind in kinds.items())
-    prompts, contexts = message.get("prompts"), message.get("contexts")
-    return (
-        message.keys() == {"kind", "prompts", "contexts"}
-        and isinstance(prompts, list)
-        and isinstance(contexts, list)
-        and 0 < len(prompts) == len(contexts) <= MAX_PROMPTS
-        and all(isinstance(prompt, str) for prompt in prompts)
-        and all(map(_is_context, contexts))
-    )
-
-
-def _is_context(context: object) -> bool:
-    if isinstance(context, dict):
-        return all(isinstance(text, str) for text in context.values())
-    return isinstance(context, str | None)
+    return None if isinstance(reply, _QueryReply) and len(reply.prompts) != len(reply.contexts) else reply

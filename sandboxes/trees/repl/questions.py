@@ -142,17 +142,7 @@ class _QuestionRow(_Fields):
 def read_questions(path: Path) -> list[Question]:
     """Read the questions of a .jsonl or .parquet file. QuestionFileError that names file, row and field.
 
-    A row has these fields; others are ignored.
-
-    =====================  ===========================================================================================
-    question or prompt     a text; a prompt may also be a list of messages {role, content}: the last user's one counts
-    papers                 a list of {paperId or paper_id, text, title (optional), abstract (optional)},
-    or context_text        or texts by id, also as JSON in a text, also as `context`, also in `extra_info`
-    reward_spec            {evidence: [{selections: [{text}]}]}, also as JSON in a text, also in `extra_info`;
-    or evidence            or the list alone
-    =====================  ===========================================================================================
-
-    Source: rlm_grpo of deepakvijaykee/rl-experiments.
+    docs/tree_grpo.md has the fields of a row; others are ignored. Source: rlm_grpo of deepakvijaykee/rl-experiments.
     """
     questions: list[Question] = []
     for place, content in _list_rows(path):

@@ -34,7 +34,7 @@ class RolloutAnswer(NamedTuple):
 Outcome = TurnObservation | Query | RolloutAnswer
 
 
-class ReplSession:
+class ReplSession(ReplProcess):
     """The REPL of a root or of a child. Replies never raise errors: what is wrong with them becomes an observation.
 
     papers: texts by id. is_root: whether the code may call children; a child may not, so a tree has depth one.
@@ -43,55 +43,41 @@ class ReplSession:
     def __init__(
         self, papers: Mapping[str, str], limits: TreeLimits, is_root: bool, process_limits: ReplLimits | None = None
     ) -> None:
-        self.limits, self.num_children = limits, 0
-        self._process = ReplProcess(papers, may_query=is_root, limits=process_limits)
-
-    def __enter__(self) -> "ReplSession":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.close()
+        super().__init__(papers, may_query=is_root, limits=process_limits)
+        self.tree_limits, self.num_children = limits, 0
 
     def read(self, reply: str) -> Outcome:
-        """Execute the code of a reply. After a Query, `give_answers` or `refuse` continues the same reply."""
+        """Execute the code of a reply. After a Query, `give_answers` or `refuse_query` continues the same reply."""
         content = parse_reply(reply)
         if content.code is not None:
-            return self._advance(self._process.execute(content.code))
+            return self._advance(self.execute(content.code))
         if content.answer is not None:
             return RolloutAnswer(content.answer)
         if content.variable is not None:
-            outcome = self._advance(self._process.execute(f"FINAL_VAR({content.variable!r})"))
+            outcome = self._advance(self.execute(f"FINAL_VAR({content.variable!r})"))
             return outcome._replace(is_valid=False) if isinstance(outcome, TurnObservation) else outcome
         assert content.problem is not None
         return TurnObservation(content.problem, is_valid=False)
 
     def give_answers(self, answers: Sequence[str]) -> Outcome:
         """Pass back the final answers of the last Query's children, in the order of its prompts."""
-        return self._advance(self._process.answer(answers))
+        return self._advance(self.answer(answers))
 
-    def refuse(self, problem: str) -> Outcome:
+    def refuse_query(self, problem: str) -> Outcome:
         """Raise a ValueError in the code that asked the last Query."""
-        return self._advance(self._process.refuse(problem))
-
-    def charge(self, seconds: float) -> None:
-        """Charge CPU time, in seconds, that the last Query uses elsewhere to the code that sent it."""
-        self._process.charge(seconds)
+        return self._advance(self.refuse(problem))
 
     def _advance(self, result: Execution | Query) -> Outcome:
         """Refuse queries beyond the limits until the code ends or makes one within them."""
         while isinstance(result, Query):
-            num_prompts, limits = len(result.prompts), self.limits
+            num_prompts, limits = len(result.prompts), self.tree_limits
             problem = f"{self.num_children} of {limits.children} questions were asked: {num_prompts} more are too many"
             if num_prompts > limits.children_per_call:
                 problem = f"a call asks at most {limits.children_per_call} questions, not {num_prompts}"
             elif self.num_children + num_prompts <= limits.children:
                 self.num_children += num_prompts
                 return result
-            result = self._process.refuse(problem)
+            result = self.refuse(problem)
         if result.final is not None:
             return RolloutAnswer(result.final)
-        return TurnObservation(format_output(result.stdout, result.stderr, self.limits.observation_chars), True)
+        return TurnObservation(format_output(result.stdout, result.stderr, self.tree_limits.observation_chars), True)

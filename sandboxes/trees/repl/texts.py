@@ -13,7 +13,6 @@ FENCE = "```"
 BLOCK_START = f"{FENCE}repl\n"
 NO_BLOCK_PROBLEM = f"There was no block of code. Write exactly one, from {FENCE}repl to {FENCE}."
 _FINAL_LINE = re.compile(r"^[ \t]*FINAL(_VAR)?\((.*)\)[ \t]*$", re.MULTILINE)
-_MAX_QUOTED_LENGTH = 100_000
 
 _TOOLS = (
     "context: a dictionary with the text of each paper by its id",
@@ -73,7 +72,7 @@ def _list_blocks(text: str) -> list[str]:
 
 def _unquote(text: str) -> str:
     """Evaluate a text in quotes; return any other text unchanged."""
-    if len(text) <= _MAX_QUOTED_LENGTH and text[:1] in ("'", '"'):
+    if text[:1] in ("'", '"'):
         try:
             value = ast.literal_eval(text)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

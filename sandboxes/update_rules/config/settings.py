@@ -4,16 +4,19 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from sandboxes.toys.settings import RunnerConfig, ToyRunConfig
+from sandboxes.toys.settings import (
+    RunnerConfig,
+    ToyRunConfig,
+    reject_heads,
+    reject_large_tensors,
+    reject_partial_groups,
+)
 from sandboxes.update_rules.config.rules import DEFAULT_METHOD, METHODS, RULES, Rule, get_rule
 from trainable.config.base_config import ReadCondition
 from trainable.config.conditions import derive_conditions
 from trainable.config.own_parts import Choice
 from trainable.config.setting_types import Common, Fraction, LocalPath, NonNegative, Outside, ParseNull, Positive
 
-MAX_TENSOR_ENTRIES = 2**30
-"""4 GiB in float32, for each of several tensors of each seed. Larger sizes are typos: the operating system would kill
-the process, after which the run would be restarted."""
 SEQUENCE_TASKS = ("token_reversal", "masked_reversal", "chain_reversal", "chain_arithmetic", "format_answer")
 CHAIN_TASKS = ("chain_reversal", "chain_arithmetic", "format_answer")
 TOKEN_REWARD_TASKS = ("token_reversal", "masked_reversal")
@@ -185,15 +188,12 @@ class UpdateRuleConfig(ToyRunConfig):
         is_old, is_noisy = self.delay > 0 or self.replay_capacity > 0, self.reward_noise > 0
         return {
             # Shapes and schedules.
-            f"nhead={self.nhead} does not divide d_model={self.d_model}: set nhead=1, or another divisor": (
-                self.d_model % self.nhead != 0
-            ),
-            f"a tensor of this run would have {self.max_tensor_entries} entries, and the maximum is "
-            f"{MAX_TENSOR_ENTRIES}: set smaller sizes (task={task} batch_size={self.batch_size} "
-            f"group_size={self.group_size} seq_len={self.seq_len} vocab_size={self.vocab_size} "
-            f"d_model={self.d_model} nhead={self.nhead} num_layers={self.num_layers} hidden={self.hidden} "
-            f"context_len={self.context_len} replay_capacity={self.replay_capacity} delay={self.delay})": (
-                self.max_tensor_entries > MAX_TENSOR_ENTRIES
+            **reject_heads(self),
+            **reject_large_tensors(
+                self,
+                self.max_tensor_entries,
+                *("task", "batch_size", "group_size", "seq_len", "vocab_size", "d_model", "nhead", "num_layers"),
+                *("hidden", "context_len", "replay_capacity", "delay"),
             ),
             f"replay_capacity={self.replay_capacity} drops every batch before delay={self.delay} lets it be used: "
             f"set replay_capacity above {self.delay}, or delay=0": 0 < self.replay_capacity <= self.delay,
@@ -210,10 +210,10 @@ class UpdateRuleConfig(ToyRunConfig):
                 is_chain and self.binary_reward
             ),
             # Reward noise.
-            f"reward_noise={self.reward_noise} needs a mode: set reward_noise_mode=label_flip, or another mode, or "
-            "reward_noise=0": is_noisy and self.reward_noise_mode == "none",
-            f"reward_noise_mode={self.reward_noise_mode} changes no reward at reward_noise=0: set reward_noise "
-            "above 0, or reward_noise_mode=none": not is_noisy and self.reward_noise_mode != "none",
+            f"reward_noise={self.reward_noise} with reward_noise_mode={self.reward_noise_mode}: set reward_noise above "
+            "0 and a mode such as label_flip, or reward_noise=0 reward_noise_mode=none": (
+                is_noisy == (self.reward_noise_mode == "none")
+            ),
             f"reward_noise_mode={self.reward_noise_mode} looks for a token in a sequence, but task={task} has only "
             "one action: set reward_noise_mode=false_positive_action0, or task=token_reversal": (
                 is_bandit and self.reward_noise_mode in SEQUENCE_NOISE_MODES
@@ -223,18 +223,13 @@ class UpdateRuleConfig(ToyRunConfig):
             "nothing to compare: set group_size=2 or more": (
                 (rule.has_groups or rule.has_candidates) and self.group_size < 2
             ),
-            f"method={method} splits a batch into groups, but batch_size={self.batch_size} is not a multiple of "
-            f"group_size={self.group_size}: set batch_size=96 group_size=8, or another multiple": (
-                rule.has_groups and self.batch_size % self.group_size != 0
-            ),
+            **{reason: rule.has_groups and applies for reason, applies in reject_partial_groups(self).items()},
             f"method={method} assigns credit to the tokens of a sequence, but task={task} has only one action: set "
             "task=token_reversal": rule.needs_token_labels and is_bandit,
-            f"method={method} needs rewards that are a sum over tokens, but those of task={task} are not: set "
-            "task=token_reversal or task=masked_reversal": rule.needs_token_rewards and task not in TOKEN_REWARD_TASKS,
-            f"method={method} needs a reward for each token, but a binary reward is one number per sequence: set "
-            "binary_reward=false": rule.needs_token_rewards and self.binary_reward,
-            f"method={method} reads whether each token is correct, but noise changes the rewards of sequences only: "
-            "set reward_noise=0 reward_noise_mode=none": rule.needs_token_rewards and is_noisy,
+            f"method={method} needs a reward for each token, without noise: set task=token_reversal or "
+            "task=masked_reversal, binary_reward=false reward_noise=0 reward_noise_mode=none": (
+                rule.needs_token_rewards and (task not in TOKEN_REWARD_TASKS or self.binary_reward or is_noisy)
+            ),
             f"method={method} needs candidates from the current policy, so it cannot train on old batches: set "
             "delay=0 replay_capacity=0": rule.has_candidates and is_old,
             f"method={method} trains on candidates, but the diagnostics measure only the tokens that were taken: "
@@ -251,22 +246,19 @@ class UpdateRuleConfig(ToyRunConfig):
             "set kl_weight=0": rule.needs_kl_free_rewards and self.kl_weight > 0,
             f"method={method} is derived for rewards that are always correct, and noise breaks that: set "
             "reward_noise=0 reward_noise_mode=none": rule.needs_noise_free_rewards and is_noisy,
-            f"method={method} divides by a success rate, but task={task} gives partial rewards: set "
-            "task=token_reversal binary_reward=true": rule.needs_success_rate and is_chain,
-            f"method={method} divides by a success rate, which is not defined for rewards between 0 and 1: set "
-            "binary_reward=true": rule.needs_success_rate and task in TOKEN_REWARD_TASKS and not self.binary_reward,
-            f"method={method} needs rewards of 0 and 1, but kl_weight={self.kl_weight} adds a KL term: set "
-            "kl_weight=0": rule.needs_success_rate and task == "lm_bandit" and self.kl_weight > 0,
+            f"method={method} divides by a success rate, so rewards must be 0 or 1: set task=token_reversal "
+            "binary_reward=true, or kl_weight=0 with task=lm_bandit": (
+                rule.needs_success_rate
+                and ((not is_bandit and not self.binary_reward) or (task == "lm_bandit" and self.kl_weight > 0))
+            ),
             f"method={method} builds a target over all actions of one choice, and only mnist has few enough: set "
             "task=mnist": rule.needs_all_actions and task != "mnist",
             f"method={method} builds its target from the current policy, so old samples would move the target: set "
             "delay=0 replay_capacity=0 inner_epochs=1": rule.needs_all_actions and (is_old or self.inner_epochs > 1),
             # Values that a rule would divide by zero, or that leave it without effect.
-            f"method={method} divides delight by eta, which must be above 0: set eta=1": (
-                rule.temperature == "gate" and self.eta == 0
+            f"method={method} needs an eta above 0: set eta=1": (
+                rule.temperature in ("gate", "regression") and self.eta == 0
             ),
-            f"method={method} fits the log-ratio times eta to the advantage, so eta=0 leaves nothing to fit: set "
-            "eta=1": rule.temperature == "regression" and self.eta == 0,
             f"method={method} divides rewards by tpo_eta, which must be above 0: set tpo_eta=1": (
                 rule.temperature == "target" and self.tpo_eta == 0
             ),

@@ -33,25 +33,21 @@ def clipped_surrogate(
     action_log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
-    keep_mask: Tensor,
     clip_range: tuple[float, float],
     beta: float | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss −min(r G, clip(r, 1 − low, 1 + high) G) + beta · kl(x) [E, B, ...], and metrics [E] by name.
+    """Compute the loss −min(r G, clip(r, 1 − low, 1 + high) G) + beta · kl(x) [E, B, ...], and the terms of metrics.
 
     action_log_probs, old_log_probs, advantages: [E, B, ...] l, μ and G. beta: coefficient of kl(x), which is k3 of
     `estimate_kl` without its limit; None: no KL term and no KL metric. Samples come from μ, so kl(x) has the
     expectation E_μ[μ/π] − 1 − KL(μ‖π), which equals KL(π‖μ) only to second order in x. Its mean is `reverse_kl_mean`.
     """
     policy_loss = clipped_policy_loss(action_log_probs, old_log_probs, advantages, *clip_range)
-    metrics = {
-        "ratio_mean": masked_mean(policy_loss.ratio, keep_mask),
-        "adv_abs_mean": masked_mean(advantages.abs(), keep_mask),
-    }
+    metrics = {"ratio_mean": policy_loss.ratio, "adv_abs_mean": advantages.abs()}
     if beta is None:
         return policy_loss.loss, metrics
     kl = estimate_kl(action_log_probs, old_log_probs, "k3", limit=math.inf)
-    return policy_loss.loss + beta * kl, {**metrics, "reverse_kl_mean": masked_mean(kl, keep_mask)}
+    return policy_loss.loss + beta * kl, {**metrics, "reverse_kl_mean": kl}
 
 
 def _compute_surrogate(
@@ -62,8 +58,7 @@ def _compute_surrogate(
     advantages = group_advantages(rollouts.rewards.flatten(), make_group_ids(rollouts), divide_by_std)
     advantages = advantages.view_as(rollouts.rewards).to(action_log_probs.dtype)
     advantages = advantages.unsqueeze(-1).expand(action_log_probs.shape)
-    old_log_probs, keep_mask = rollouts.behavior_log_probs, rollouts.keep_mask
-    return clipped_surrogate(action_log_probs, old_log_probs, advantages, keep_mask, clip_range, beta)
+    return clipped_surrogate(action_log_probs, rollouts.behavior_log_probs, advantages, clip_range, beta)
 
 
 def grpo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -122,7 +117,7 @@ def group_pg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) ->
     products = unflatten_groups(skills / config.tpo_eta * action_log_probs.sum(-1), rollouts)
     group_mask = unflatten_groups(rollouts.keep_mask, rollouts)
     loss = -masked_mean(torch.where(group_mask, products, 0).sum(-1), group_mask.any(-1))
-    return make_rule_loss(rollouts, loss, tpo_skill_abs_mean=masked_mean(skills.abs(), rollouts.keep_mask))
+    return make_rule_loss(rollouts, loss, tpo_skill_abs_mean=skills.abs())
 
 
 def max_rl(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:

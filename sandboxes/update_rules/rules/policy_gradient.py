@@ -141,4 +141,4 @@ def pmd_mean(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) ->
     else:
         advantage = masked_moments(rollouts.rewards, rollouts.keep_mask).deviations.to(sequence_log_ratio.dtype)
     loss = masked_mean((config.eta * sequence_log_ratio - advantage).square(), rollouts.keep_mask)
-    return make_rule_loss(rollouts, loss, log_ratio_mean=masked_mean(sequence_log_ratio, rollouts.keep_mask))
+    return make_rule_loss(rollouts, loss, log_ratio_mean=sequence_log_ratio)

@@ -46,22 +46,22 @@ def masked_mean(x: Tensor, keep_mask: Tensor) -> Tensor:
 
 
 def make_rule_loss(rollouts: Rollouts, loss: Tensor, **metrics: Tensor) -> RuleLoss:
-    """Make a rule's result: `loss` [E], `metrics` [E] each, and the mean reward, which every rule reports."""
-    all_metrics = {"reward": masked_mean(rollouts.rewards, rollouts.keep_mask), **metrics}
-    return RuleLoss(loss, {name: value.detach() for name, value in all_metrics.items()})
+    """Make a rule's result: `loss` [E], metrics, and the mean reward, which every rule reports.
 
-
-def policy_gradient_loss(
-    rollouts: Rollouts, action_log_probs: Tensor, weights: Tensor, **sample_metrics: Tensor
-) -> RuleLoss:
-    """Compute −mean( l · sg(w) ): the loss of every rule that only weights its samples; l and w are [E, B, T].
-
-    sample_metrics: values [E, B] or [E, B, T] whose means are metrics.
+    metrics: values [E], or values [E, B, ...] whose means over the kept rollouts are the metrics.
     """
+    all_metrics = {"reward": rollouts.rewards, **metrics}
+    means = {
+        name: value if value.dim() == 1 else masked_mean(value, rollouts.keep_mask)
+        for name, value in all_metrics.items()
+    }
+    return RuleLoss(loss, {name: value.detach() for name, value in means.items()})
+
+
+def policy_gradient_loss(rollouts: Rollouts, action_log_probs: Tensor, weights: Tensor, **metrics: Tensor) -> RuleLoss:
+    """Compute −mean( l · sg(w) ): the loss of every rule that only weights its samples; l and w are [E, B, T]."""
     loss = -masked_mean(action_log_probs * weights.detach(), rollouts.keep_mask)
-    return make_rule_loss(
-        rollouts, loss, **{name: masked_mean(value, rollouts.keep_mask) for name, value in sample_metrics.items()}
-    )
+    return make_rule_loss(rollouts, loss, **metrics)
 
 
 def log_ratios(action_log_probs: Tensor, rollouts: Rollouts) -> Tensor:

@@ -17,7 +17,7 @@ from sandboxes.update_rules.rules.rule import (
     sum_squared_probs,
     unflatten_groups,
 )
-from sandboxes.update_rules.rules.token_credit import compute_candidate_metrics, get_candidates, make_row_ids
+from sandboxes.update_rules.rules.token_credit import get_candidate_metrics, get_candidates, make_row_ids
 from trainable.algo.target_policy import compute_group_distributions
 
 
@@ -111,10 +111,7 @@ def tpo_full_action(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleCon
         current_log_probs.detach(), current_log_probs.detach(), skills, make_row_ids(current_log_probs), config.tpo_eta
     )
     loss = masked_mean(-(target_fit.log_target.exp() * current_log_probs).sum(-1), rollouts.keep_mask)
-    metrics = {
-        "tpo_target_entropy": masked_mean(target_fit.entropy, rollouts.keep_mask),
-        "tpo_sample_adv_mean": masked_mean(advantage, rollouts.keep_mask),
-    }
+    metrics = {"tpo_target_entropy": target_fit.entropy, "tpo_sample_adv_mean": advantage}
     return make_rule_loss(rollouts, loss, **metrics)
 
 
@@ -135,8 +132,5 @@ def tpo_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -
     ids = make_row_ids(scores)
     skills = group_skills(candidates.rewards.flatten(), ids).view_as(scores)
     target_fit = fit_target(scores, candidates.log_probs, skills, ids, config.tpo_eta)
-    metrics = {
-        "tpo_target_entropy": masked_mean(target_fit.entropy, rollouts.keep_mask),
-        **compute_candidate_metrics(rollouts),
-    }
+    metrics = {"tpo_target_entropy": target_fit.entropy, **get_candidate_metrics(rollouts)}
     return make_rule_loss(rollouts, masked_mean(target_fit.loss, rollouts.keep_mask), **metrics)

@@ -68,13 +68,10 @@ def make_row_ids(x: Tensor) -> Tensor:
     return torch.arange(x.numel()) // x.shape[-1]
 
 
-def compute_candidate_metrics(rollouts: Rollouts) -> dict[str, Tensor]:
-    """Compute the mean rewards [E] of all candidates, and of those in the sampled sequences."""
+def get_candidate_metrics(rollouts: Rollouts) -> dict[str, Tensor]:
+    """Return the rewards of all candidates, and of those in the sampled sequences."""
     rewards = get_candidates(rollouts).rewards
-    return {
-        "candidate_reward": masked_mean(rewards, rollouts.keep_mask),
-        "behavior_token_reward": masked_mean(rewards[..., 0], rollouts.keep_mask),
-    }
+    return {"candidate_reward": rewards, "behavior_token_reward": rewards[..., 0]}
 
 
 def grpo_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -93,10 +90,10 @@ def grpo_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) 
     advantages = advantages.view_as(candidate_log_probs).to(candidate_log_probs.dtype)
     clip_range = (config.clip_low, config.clip_low)
     losses, metrics = clipped_surrogate(
-        candidate_log_probs, candidates.log_probs, advantages, rollouts.keep_mask, clip_range, config.grpo_beta
+        candidate_log_probs, candidates.log_probs, advantages, clip_range, config.grpo_beta
     )
     loss = masked_mean(losses.sum(-1), rollouts.keep_mask)
-    return make_rule_loss(rollouts, loss, **metrics, **compute_candidate_metrics(rollouts))
+    return make_rule_loss(rollouts, loss, **metrics, **get_candidate_metrics(rollouts))
 
 
 def cross_entropy(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -130,8 +127,8 @@ def self_distill_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleCon
     gates = compute_gate(advantage, action_log_probs, config.eta)
     policy_objective = masked_mean(action_log_probs * (gates * advantage), rollouts.keep_mask)
     distill_loss = masked_mean(-gates * select_log_probs(log_probs, rollouts.labels), rollouts.keep_mask)
-    metrics = {"gate_mean": masked_mean(gates, rollouts.keep_mask), "distill_loss": distill_loss}
-    return make_rule_loss(rollouts, config.distill_alpha * distill_loss - policy_objective, **metrics)
+    loss = config.distill_alpha * distill_loss - policy_objective
+    return make_rule_loss(rollouts, loss, gate_mean=gates, distill_loss=distill_loss)
 
 
 def scope_lite(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -152,10 +149,9 @@ def scope_lite(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) 
     surprisals = -select_log_probs(log_probs, rollouts.labels)
     total_surprisal = torch.where(correction_mask, surprisals, 0).sum((1, 2))
     correction_loss = total_surprisal / correction_mask.sum((1, 2)).clamp(min=1)
-    corrected_fraction = masked_mean(correction_mask.to(surprisals.dtype), rollouts.keep_mask)
     metrics = {
         "gate_mean": dg_result.metrics["gate_mean"],
-        "first_error_frac": corrected_fraction,
+        "first_error_frac": correction_mask.to(surprisals.dtype),
         "correction_loss": correction_loss,
     }
     return make_rule_loss(rollouts, dg_result.loss + config.distill_alpha * correction_loss, **metrics)

@@ -25,12 +25,7 @@ def compute_mean_age(decay: float, capacity: int) -> float:
 
 
 def solve_decay(age: float, capacity: int) -> float:
-    """Find the decay per update, to four digits, at which `compute_mean_age` is `age`. ValueError if there is none."""
-    largest_age = compute_mean_age(decay=0.0, capacity=capacity)  # all batches equally likely
-    if not 0 < age <= largest_age:
-        raise ValueError(
-            f"A buffer of {capacity} batches cannot have a mean age of {age} updates: choose one in (0, {largest_age}]."
-        )
+    """Find the decay per update, to four digits, at which `compute_mean_age` is `age`, which this capacity can have."""
     # The mean age falls as the decay rises. At 50 only age 0 is drawn, and 60 halvings leave far less than four digits.
     low, high = 0.0, 50.0
     for _ in range(60):

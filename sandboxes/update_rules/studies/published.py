@@ -1,6 +1,6 @@
 """The studies of the source: any combination, delays, and the six whose numbers are compared with published tables."""
 
-from sandboxes.toys.study import SMOKE_SETTINGS
+from sandboxes.toys.study import SMOKE_SETTINGS, set_length
 from sandboxes.update_rules.family import GROUP_SETTINGS, REVERSAL_SETTINGS, make_sandbox_study
 from trainable.families import Settings
 
@@ -32,12 +32,7 @@ DELAYS = make_sandbox_study(
     setting="rule and delay",
     run_template="sandbox_delays_{task}",
     # Longer than the largest delay, so that every arm trains on a batch.
-    smoke_settings={
-        **SMOKE_SETTINGS,
-        "trainer.total_training_steps": 102,
-        "trainer.test_freq": 102,
-        "trainer.resume_every": 102,
-    },
+    smoke_settings={**SMOKE_SETTINGS, **set_length(102, 102, 102)},
 )
 
 INFLUENCE = make_sandbox_study(
@@ -100,13 +95,7 @@ DENSE_CORRECTION = make_sandbox_study(
     "correct sequences?",
     arms=_name_arms("CE", "SelfDistillDG", "SCOPELite"),
     baseline="CE",
-    fixed_settings={
-        **REVERSAL_SETTINGS,
-        "task": "chain_reversal",
-        "trainer.total_training_steps": 1500,
-        "trainer.test_freq": 50,
-        "trainer.resume_every": 250,
-    },
+    fixed_settings={**REVERSAL_SETTINGS, "task": "chain_reversal", **set_length(1500, 50, 250)},
 )
 
 GRPO_ENTROPY = make_sandbox_study(

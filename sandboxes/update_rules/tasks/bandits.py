@@ -13,7 +13,6 @@ from sandboxes.update_rules.tasks.rewards import (
     detect_bandit_feature,
     filter_groups,
     find_mixed_groups,
-    keep_all_rollouts,
     make_noisy_rewards,
 )
 
@@ -65,8 +64,8 @@ def make_bandit_rollouts(
     rewards = rewards - select_log_probs(cost, actions)
     # `find_mixed_groups` needs scores of 0 and 1, unlike rewards minus costs.
     filter_scores = rewards if action_cost is None else is_solved
-    is_mixed = find_mixed_groups(filter_scores, samples_per_prompt)
-    keep_mask, scalars = filter_groups(is_mixed, samples_per_prompt) if is_grouped else keep_all_rollouts(rewards)
+    is_mixed = find_mixed_groups(filter_scores, samples_per_prompt) if is_grouped else None
+    keep_mask, scalars = filter_groups(rewards, is_mixed)
     return Rollouts(
         observations=observations,
         actions=actions[..., None],

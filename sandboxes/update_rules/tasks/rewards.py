@@ -59,17 +59,15 @@ def detect_bandit_feature(mode: str, actions: Tensor) -> Tensor:
     return torch.zeros_like(actions, dtype=torch.bool)
 
 
-def keep_all_rollouts(rewards: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Keep all rollouts with rewards [E, B], as `filter_groups` would for ungrouped ones, without statistics."""
-    return torch.ones_like(rewards, dtype=torch.bool), {}
-
-
-def filter_groups(is_mixed: Tensor, group_size: int) -> tuple[Tensor, dict[str, Tensor]]:
+def filter_groups(rewards: Tensor, is_mixed: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
     """Make a mask [E, B] of the rollouts to train on, and statistics of the sampler, [E] each.
 
     is_mixed: [E, P] bool, groups whose rewards differ. Uniform groups offer no comparison and are dropped, but a member
-    without a mixed group keeps all groups. Group i is rollouts i * group_size ... (i + 1) * group_size - 1.
+    without a mixed group keeps all groups. Group i is the i-th of P equal parts of a batch. None for a batch without
+    groups, which is kept, without statistics.
     """
+    if is_mixed is None:
+        return torch.ones_like(rewards, dtype=torch.bool), {}
     is_fallback = ~is_mixed.any(-1)  # an empty batch has no loss, so a member without mixed groups keeps all
     group_mask = is_mixed | is_fallback[:, None]
     scalars = {
@@ -77,7 +75,7 @@ def filter_groups(is_mixed: Tensor, group_size: int) -> tuple[Tensor, dict[str, 
         "retained_group_rate": group_mask.float().mean(-1),
         "used_group_fallback": is_fallback.float(),
     }
-    return group_mask.repeat_interleave(group_size, dim=-1), scalars
+    return group_mask.repeat_interleave(rewards.shape[1] // is_mixed.shape[1], dim=-1), scalars
 
 
 def find_varied_groups(rewards: Tensor, group_size: int) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor
 from sandboxes.toys.decoding import Completions, decode_greedily, generate_completions, sample_actions, select_log_probs
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.toys.sequence_rewards import SEQUENCE_KINDS, compute_sequence_rewards
+from sandboxes.toys.settings import EVAL_PROMPTS
 from sandboxes.toys.transformer import TransformerEnsemble, TransformerShape, init_transformer_ensemble
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.rollouts import Candidates, Rollouts
@@ -13,11 +14,8 @@ from sandboxes.update_rules.tasks.rewards import (
     detect_sequence_feature,
     filter_groups,
     find_varied_groups,
-    keep_all_rollouts,
     make_noisy_rewards,
 )
-
-EVAL_PROMPTS = 1000  # with an error of 0.5 per sequence, the standard error is 0.016
 
 
 class SequenceTask:
@@ -54,9 +52,8 @@ class SequenceTask:
         is_solved = is_correct[..., self.score_mask].all(-1)
         has_feature = detect_sequence_feature(config.reward_noise_mode, prompts, completions.tokens, self.separator)
         rewards = make_noisy_rewards(config, rngs, step, self._compute_rewards(is_correct), is_solved, has_feature)
-        keep_mask, scalars = keep_all_rollouts(rewards)
-        if config.rule.has_groups:
-            keep_mask, scalars = filter_groups(find_varied_groups(rewards, samples_per_prompt), samples_per_prompt)
+        is_mixed = find_varied_groups(rewards, samples_per_prompt) if config.rule.has_groups else None
+        keep_mask, scalars = filter_groups(rewards, is_mixed)
         candidates = self._sample_candidates(completions, prompts, rngs, step) if config.rule.has_candidates else None
         return Rollouts(
             observations=torch.cat((self._append_separator(prompts), completions.tokens), dim=-1),

@@ -18,10 +18,9 @@ from sandboxes.update_rules.training.diagnostics import (
     compute_entropy_statistics,
     compute_fit_statistics,
     compute_ratio_statistics,
-    compute_sample_influence,
     cosine,
 )
-from sandboxes.update_rules.training.replay import AgeStatistics, ReplayDraw, make_buffer
+from sandboxes.update_rules.training.replay import AgeStatistics, ReplayBuffer, ReplayDraw
 from trainable.runs.run_files import Row
 
 UNIFORM_GROUPS = "uniform_groups"
@@ -42,7 +41,7 @@ class UpdateRuleAlgorithm(Algorithm[ReplayDraw]):
         self.models = task.make_models(self.rngs)
         self.optimizer = MemberAdam(self.models.weights, config.lr)
         self.optimizers = {"adam": self.optimizer}
-        self.buffer = make_buffer(config)
+        self.buffer = ReplayBuffer(config)
         self.age_statistics = AgeStatistics(torch.zeros(len(seeds), 5, dtype=torch.float64))
         self.consecutive_uniform_batches = torch.zeros(len(seeds), dtype=torch.int64)
 
@@ -128,9 +127,7 @@ class UpdateRuleAlgorithm(Algorithm[ReplayDraw]):
         fit_metrics: dict[str, Tensor] = {}
         if self.config.oracle_fit:
             directions = self.optimizer.split_by_parameter(self._compute_oracle_gradient(rollouts))
-            fit_metrics = compute_fit_statistics(
-                compute_sample_influence(self.task, self.models, rollouts, directions, self.config)
-            )
+            fit_metrics = compute_fit_statistics(self.task, self.models, rollouts, directions, self.config)
 
         def collect_metrics(log_probs: Tensor, last_loss: RuleLoss) -> dict[str, Tensor]:
             metrics = {"loss": last_loss.loss.detach(), **last_loss.metrics, **fit_metrics}

@@ -1,7 +1,6 @@
 """Effect of an update on each member's policy: ratios, entropies, gradients, and how samples influence the oracle."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,28 +104,15 @@ def _masked_covariance(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     return _masked_mean((x - _masked_mean(x, mask).unsqueeze(1)) * (y - _masked_mean(y, mask).unsqueeze(1)), mask)
 
 
-class SampleInfluence(NamedTuple):
-    """Quantities of each taken token of a batch, [E, N] each; N samples in the order of the batch."""
-
-    projection: Tensor
-    """Inner product of the gradients of the token's log-probability and of the oracle's cross-entropy; negative if
-    raising the log-probability lowers the oracle's loss."""
-    advantage: Tensor
-    """Reward minus baseline, for every rule."""
-    surprisal: Tensor
-    """Under the current policy."""
-    delight: Tensor
-    """Advantage times surprisal."""
-    gate: Tensor
-    """sigmoid(delight / eta)."""
-    keep_mask: Tensor
-    """Whether the token's rollout is trained on."""
-
-
-def compute_sample_influence(
+def compute_fit_statistics(
     task: Task, models: ModelEnsemble, rollouts: Rollouts, oracle_gradients: Sequence[Tensor], config: UpdateRuleConfig
-) -> SampleInfluence:
-    """Compute every taken token's influence on the oracle's loss, and the quantities by which rules weight it."""
+) -> dict[str, Tensor]:
+    """Correlate [E] each taken token's influence on the oracle's loss with the quantities by which rules weight it.
+
+    The influence is the inner product of the gradients of the token's log-probability and of the oracle's
+    cross-entropy: negative if raising the log-probability lowers the oracle's loss. So a correlation is below 0 if the
+    quantity is large for tokens that help the oracle. Over the tokens of kept rollouts, under the current policy.
+    """
     # Only the math implementation of attention can be differentiated twice.
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         log_probs = task.compute_logits(models, rollouts).log_softmax(-1)
@@ -137,16 +123,11 @@ def compute_sample_influence(
     delight = advantage * surprisal
     # Rules without a gate may have eta 0. The sigmoid of delight / eta then tends to a step at a delight of 0.
     gate = torch.sigmoid(delight / config.eta) if config.eta else (delight > 0).to(delight.dtype)
-    keep_mask = rollouts.keep_mask.unsqueeze(-1).expand_as(action_log_probs)
-    quantities = (projection, advantage, surprisal, delight, gate, keep_mask)
-    return SampleInfluence(*(quantity.flatten(1) for quantity in quantities))
-
-
-def compute_fit_statistics(samples: SampleInfluence) -> dict[str, Tensor]:
-    """Correlate the projection with each quantity [E]: below 0 if it is large for samples that help the oracle."""
+    quantities = {"delight": delight, "advantage": advantage, "surprisal": surprisal, "gate": gate}
+    token_mask = _expand_keep_mask(rollouts.keep_mask, projection)
     return {
-        f"oracle_fit_{name}_correlation": correlation(samples.projection, getattr(samples, name), samples.keep_mask)
-        for name in ("delight", "advantage", "surprisal", "gate")
+        f"oracle_fit_{name}_correlation": correlation(projection.flatten(1), values.flatten(1), token_mask)
+        for name, values in quantities.items()
     }
 
 

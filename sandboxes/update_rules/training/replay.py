@@ -37,11 +37,13 @@ class ReplayBuffer:
     that delay.
     """
 
-    capacity: int
-    delay: int
-    priority_rule: str
-    age_decay: float
+    config: UpdateRuleConfig
     batches: tuple[StoredBatch, ...] = ()
+
+    @property
+    def capacity(self) -> int:
+        """Number of batches of a replay or a delay; without either, a single one."""
+        return self.config.replay_capacity or self.config.delay + 1
 
     def draw(self, new_rollouts: Rollouts, uniforms: Tensor) -> ReplayDraw:
         """Add `new_rollouts`, and draw one batch per member with probability proportional to its priority.
@@ -52,11 +54,11 @@ class ReplayBuffer:
         buffer = self.with_batch(new_rollouts)
         newest_index = len(buffer.batches) - 1  # batches are in the order of time, so age 0 is the last index
         # Before step `delay` no batch is old enough, and the newest one (age 0) is used.
-        ages = torch.tensor([age for age in range(newest_index, -1, -1) if age >= self.delay] or [0])
+        ages = torch.tensor([age for age in range(newest_index, -1, -1) if age >= self.config.delay] or [0])
         eligible_batches = [buffer.batches[newest_index - int(age)] for age in ages]
         priorities = torch.stack([stored.priority for stored in eligible_batches], dim=1)  # [E, batches]
-        if self.priority_rule in AGE_DISCOUNTED:
-            priorities = priorities * torch.exp(-self.age_decay * ages)
+        if self.config.replay_priority in AGE_DISCOUNTED:
+            priorities = priorities * torch.exp(-self.config.replay_age_decay * ages)
         indices = _sample_inverse_cdf(priorities, uniforms)
         rollouts = replace(_gather_batch([stored.rollouts for stored in eligible_batches], indices), age=ages[indices])
         return ReplayDraw(rollouts, priorities.gather(1, indices.unsqueeze(1)).squeeze(1), buffer)
@@ -64,7 +66,7 @@ class ReplayBuffer:
     def with_batch(self, rollouts: Rollouts) -> "ReplayBuffer":
         """Return the buffer with one more batch, and without the oldest one if it was full."""
         # First the mean over tokens, then over the kept rollouts, of which there is at least one.
-        values = PRIORITY_FUNCTIONS[self.priority_rule](rollouts).mean(-1)
+        values = PRIORITY_FUNCTIONS[self.config.replay_priority](rollouts).mean(-1)
         stored_batch = StoredBatch(rollouts, (values * rollouts.keep_mask).sum(-1) / rollouts.keep_mask.sum(-1))
         return replace(self, batches=(*self.batches, stored_batch)[-self.capacity :])
 
@@ -73,12 +75,6 @@ class ReplayBuffer:
         """The batches that a later step may still draw: all that a checkpoint needs."""
         # The next step adds a batch before it draws, which pushes the oldest one out of a full buffer.
         return self.batches[max(0, len(self.batches) + 1 - self.capacity) :]
-
-
-def make_buffer(config: UpdateRuleConfig) -> ReplayBuffer:
-    """Make an empty buffer for the replay or the delay of `config`; without either, its capacity is one batch."""
-    capacity = config.replay_capacity or config.delay + 1
-    return ReplayBuffer(capacity, config.delay, config.replay_priority, config.replay_age_decay)
 
 
 PRIORITY_FUNCTIONS: dict[str, Callable[[Rollouts], Tensor]] = {

@@ -18,7 +18,7 @@ from analysis.data.frames import StudyFrames
 from analysis.sweep import series, symptoms, tables
 from analysis.sweep.collapse import compute_survival
 from tests.analysis.charts.specs import compute_luminance, read_spec
-from trainable.files.control_characters import LINE_CHARACTERS, is_printable
+from trainable.files.paths import LINE_CHARACTERS, is_printable
 
 BACKGROUNDS = ("#ffffff", "#fdfdfc", "#17191d")
 HOSTILE = 'a\\" + datum + "\\ </script><!-- \x1b[2J \u202e'
@@ -60,7 +60,7 @@ def draw_all(frames: StudyFrames, colors: dict[str, str], arm: str, new_arm: str
 
     curves = rename(series.make_curves(frames, "val_success"))
     panels = curves.assign(dash=new_arm, panel=curves["arm"])
-    doses = rename(tables.make_dose_response(frames))
+    doses = rename(tables.make_dose_response(frames, tables.summarize_arms(frames)))
     doses["tick"] = doses["tick"].replace(arm, new_arm)
     onsets = rename(symptoms.find_collapse_onsets(frames, np.random.default_rng(0)))
     onsets = onsets.assign(onset=5.0, low=4.0, high=7.0, label=onsets["label"] + new_arm)

@@ -20,7 +20,9 @@ Draw = Callable[..., dict[str, Layer]]
 @pytest.fixture(scope="module")
 def table(frames: StudyFrames) -> pd.DataFrame:
     # Recorded noise would give intervals to arms of one run, too.
-    return tables.make_dose_response(frames).assign(low=lambda rows: rows["success"] - 0.1, high=0.9)
+    return tables.make_dose_response(frames, tables.summarize_arms(frames)).assign(
+        low=lambda rows: rows["success"] - 0.1, high=0.9
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +64,12 @@ def test_every_measure_of_an_arm_is_a_point_at_its_place(table: pd.DataFrame, dr
     assert base.encoding["strokeDash"]["scale"]["range"] == [[5, 4], [1, 3]]
 
 
-def test_only_what_was_measured_is_drawn(draw: Draw) -> None:
+def test_only_what_was_measured_is_drawn_and_single_runs_where_arms_have_several(
+    frames: StudyFrames, draw: Draw
+) -> None:
     layers = draw(early_stopped=0, **dict.fromkeys(("greedy", "test", "base", "base_greedy", "low"), np.nan))
     assert layers["points"].encoding["shape"]["scale"]["domain"] == ["validation, sampled"]
     assert all(layers[name].rows.empty for name in ("base", "intervals", "failed", "partly"))
-
-
-def test_single_runs_are_drawn_where_arms_have_several(frames: StudyFrames, draw: Draw) -> None:
     runs = tables.make_run_outcomes(frames)
     assert draw(runs)["dots"].rows.empty
     more = pd.concat([runs, runs.assign(outcome=0.5)])

@@ -144,12 +144,12 @@ def test_mean_entropy_equals_a_fine_sum_and_ignores_rows_on_the_curve(points: li
     rows: list[Row] = [{"step": step, "entropy": height} for step, height in [(0, 1.0), *sorted(points)]]
     end = rows[-1]["step"]
     steps, heights = ([row[name] for row in rows] for name in ("step", "entropy"))
-    mean_entropy = summarize_run(rows, None)["mean_entropy"]
+    mean_entropy = summarize_run(rows, None, ())["mean_entropy"]
     assert mean_entropy == pytest.approx(area(steps, heights, end), rel=5e-3, abs=5e-3)
     assert min(heights) - 1e-9 <= mean_entropy <= max(heights) + 1e-9
     dense_rows = [{"step": step, "entropy": float(np.interp(step, steps, heights))} for step in range(end + 1)]
-    assert summarize_run(dense_rows, None)["mean_entropy"] == pytest.approx(mean_entropy)
-    extended_mean = summarize_run(rows, 2 * end)["mean_entropy"]  # a second half of the same length at the last value
+    assert summarize_run(dense_rows, None, ())["mean_entropy"] == pytest.approx(mean_entropy)
+    extended_mean = summarize_run(rows, 2 * end, ())["mean_entropy"]  # a second half as long, at the last value
     assert extended_mean == pytest.approx((mean_entropy + heights[-1]) / 2)
 
 

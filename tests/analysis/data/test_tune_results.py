@@ -85,14 +85,11 @@ def test_each_end_has_its_status(tmp_path: Path) -> None:
     assert frames.trials["steps_done"].tolist() == [3, 2, 2, 2, 0]
 
 
-def test_a_value_that_is_carried_over_is_no_measurement(tmp_path: Path) -> None:
+def test_a_carried_value_is_no_measurement_and_a_restored_trial_has_each_step_once(tmp_path: Path) -> None:
     frames = analysis.load(Grid([make_result(tmp_path / "a", STEPS, make_reports(0, 3))]))
     assert frames.steps["val_success"].notna().tolist() == [False, True, False]
-
-
-def test_a_restored_trial_has_each_step_once(tmp_path: Path) -> None:
     reports = [*make_reports(0, 2), *make_reports(0, 3)]
-    frames = analysis.load(Grid([make_result(tmp_path / "a", STEPS, reports)]))
+    frames = analysis.load(Grid([make_result(tmp_path / "b", STEPS, reports)]))
     assert frames.steps["step"].tolist() == [1, 2, 3]
 
 

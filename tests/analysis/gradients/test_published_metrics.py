@@ -33,18 +33,14 @@ PUBLISHED = {
 
 def test_published_keys_are_those_of_the_published_system(tmp_path: Path) -> None:
     fake_analysis = FakeAnalysis(51, components=ALL, buckets=2)
-    assert set(make_published_metrics(make_rows(tmp_path, fake_analysis))) == PUBLISHED
-
-
-def test_before_the_filter_the_prefix_differs_and_the_actor_is_not_repeated(tmp_path: Path) -> None:
-    fake_analysis = FakeAnalysis(51, components=ALL, buckets=2, prefilter=True)
+    assert set(make_published_metrics(make_rows(tmp_path / "after", fake_analysis))) == PUBLISHED
+    fake_analysis = replace(fake_analysis, prefilter=True)
+    # Before the filter, the actor is not repeated.
     expected = {key.replace("grad_norm/", "grad_norm_prefilter/") for key in PUBLISHED if key.startswith("grad_norm/")}
     expected |= {"grad_analysis_prefilter/source_batch_size", "grad_analysis_prefilter/adjusted_batch_size"}
-    assert set(make_published_metrics(make_rows(tmp_path, fake_analysis))) == expected
-
-
-def test_a_component_that_is_off_has_no_published_key(tmp_path: Path) -> None:
-    metrics = make_published_metrics(make_rows(tmp_path, AFTER, BEFORE))
+    assert set(make_published_metrics(make_rows(tmp_path / "before", fake_analysis))) == expected
+    # A component that is off has no key.
+    metrics = make_published_metrics(make_rows(tmp_path / "off", AFTER, BEFORE))
     assert not [key for key in metrics if key.endswith("/kl")]
     assert "grad_norm_prefilter/bucket_6/per_token/entropy" in metrics
     assert not any(math.isnan(value) for value in metrics.values())

@@ -12,7 +12,7 @@ from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
 from analysis.grid import layout
 from analysis.grid.layout import compare_switch, list_switches
-from analysis.stats.noise import estimate_paired_contrast, fit_noise
+from analysis.stats.noise import estimate_pooled_mean, fit_noise
 from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, list_smoke_arms, make_runs, make_study, write_grid
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
@@ -202,7 +202,7 @@ def test_a_contrast_over_seeds_has_one_number_per_seed(tmp_path: Path) -> None:
     # The mean over m pairs of runs with the variance v has the variance 2 v / m.
     values = members.pivot_table(index="arm", columns="seed", values="success").to_numpy()
     weight_norm = np.mean([2 / 15, 2 / 15, 2 / 16])
-    expected = estimate_paired_contrast(differences.mean(), fit_noise(values), weight_norm)
+    expected = estimate_pooled_mean(differences.mean(), fit_noise(values).paired, weight_norm)
     assert (row["low"], row["high"]) == (pytest.approx(expected.low), pytest.approx(expected.high))
     assert row["high"] < 0
 

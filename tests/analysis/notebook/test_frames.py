@@ -7,7 +7,7 @@ import pytest
 
 import analysis
 from analysis.charts.chart import WIDTH
-from analysis.data.frames import SCHEMAS
+from analysis.data.frames import FRAME_NAMES, SCHEMAS
 from analysis.data.load import load as load_frames
 from analysis.notebook.frames import NotebookFrames
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
@@ -97,10 +97,18 @@ def test_a_notebook_shows_charts_without_network(frames: NotebookFrames) -> None
     assert "KL 0.1" in shown["text/html"]
 
 
-def test_what_has_no_chart_is_refused(frames: NotebookFrames) -> None:
+def test_what_has_no_chart_is_refused(frames: NotebookFrames, tmp_path: Path) -> None:
     for typed, advice in (("entropi", "`entropy`"), ("val_succes", "`val_success`")):
         with pytest.raises(ValueError, match=f"There is no step column `{typed}` in this study.*{advice}"):
             frames.plot.curves(typed)
+    plot = analysis.load(write_study(tmp_path / "empty", [], SMALL)).plot
+    for draw in (plot.dose_response, plot.curves, plot.survival):
+        with pytest.raises(ValueError, match="nothing to draw"):
+            draw()
+    points = [{"actor.kl_loss_coef": kl, "actor.entropy_coeff": entropy} for kl in (0.0, 0.1) for entropy in (0.0, 0.1)]
+    runs = [FakeRun(f"point{index}", steps=4, settings=point) for index, point in enumerate(points)]
+    with pytest.raises(ValueError, match="The arms of this study form a grid"):
+        analysis.load(write_study(tmp_path, runs, SMALL)).plot.dose_response()
 
 
 def test_the_means_are_those_of_the_report(tmp_path: Path) -> None:
@@ -115,20 +123,6 @@ def test_the_means_are_those_of_the_report(tmp_path: Path) -> None:
     assert content["layer"][0]["encoding"]["y"]["axis"]["title"] == "validation success (fraction)"
 
 
-def test_a_study_without_runs_has_nothing_to_draw(tmp_path: Path) -> None:
-    plot = analysis.load(write_study(tmp_path, [], SMALL)).plot
-    for draw in (plot.dose_response, plot.curves, plot.survival):
-        with pytest.raises(ValueError, match="nothing to draw"):
-            draw()
-
-
-def test_a_grid_has_no_dose_response(tmp_path: Path) -> None:
-    points = [{"actor.kl_loss_coef": kl, "actor.entropy_coeff": entropy} for kl in (0.0, 0.1) for entropy in (0.0, 0.1)]
-    runs = [FakeRun(f"point{index}", steps=4, settings=point) for index, point in enumerate(points)]
-    with pytest.raises(ValueError, match="The arms of this study form a grid"):
-        analysis.load(write_study(tmp_path, runs, SMALL)).plot.dose_response()
-
-
 def test_names_agree_between_the_tables() -> None:
     """A column of `trials` that sums up one of `steps` has its name after a word that says how (docs/metrics.md)."""
     trials, steps = (SCHEMAS[name].keys() for name in ("trials", "steps"))
@@ -139,3 +133,9 @@ def test_names_agree_between_the_tables() -> None:
     # Every other column of results has the same name in both.
     results = {name for name in trials if "success" in name or name.startswith(("total_", "seconds_"))}
     assert results - named.keys() <= steps
+
+
+def test_a_notebook_shows_the_studies_and_the_sizes_of_all_tables(frames: NotebookFrames) -> None:
+    text = frames._repr_html_()
+    assert f"<td>{frames.study.name}</td>" in text
+    assert all(f"<code>{name}</code> {len(getattr(frames, name)):,}" in text for name in FRAME_NAMES)

@@ -36,15 +36,15 @@ def studies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, StudyFrames]:
     }
 
 
-def test_equal_values_are_in_common_however_they_are_typed(studies: dict[str, StudyFrames]) -> None:
+def test_arms_of_equal_values_or_settings_are_in_common(studies: dict[str, StudyFrames], tmp_path: Path) -> None:
     assert page.find_common_arms(studies["A"], studies["B"]) == [("0", "0"), ("0.01", "0.010")]
-
-
-def test_studies_of_other_axes_have_arms_of_equal_settings_in_common(tmp_path: Path) -> None:
     first = make_frames(tmp_path / "a", {"0": 0.6, "0.1": 0.5}, seeds=1)
     entropy = replace(STUDY, name="entropy", run="entropy_sweep", setting="actor.entropy_coeff")
     second = make_frames(tmp_path / "b", {"0": 0.6, "0.1": 0.5}, seeds=1, study=entropy)
     assert page.find_common_arms(first, second) == [("0", "0")]  # 0.1 is a value of another setting
+    first, second = make_frames(tmp_path / "c", {"0.1": 0.5}), make_frames(tmp_path / "d", {"0.2": 0.5})
+    with pytest.raises(ValueError, match="no arm in common"):
+        page.compare_arms({"A": first, "B": second})
 
 
 def test_a_difference_is_the_other_study_minus_the_first(studies: dict[str, StudyFrames]) -> None:
@@ -107,12 +107,6 @@ def test_runs_that_a_rule_stopped_are_counted(tmp_path: Path) -> None:
     (row,) = to_records(page.compare_arms({"A": first, "B": make_frames(tmp_path / "b", {"0": 0.6})}))
     assert (row["reference_stopped"], row["reference_runs"]) == (2, 3)
     assert (row["other_stopped"], row["other_runs"]) == (0, 3)
-
-
-def test_studies_without_a_common_arm_are_refused(tmp_path: Path) -> None:
-    first, second = make_frames(tmp_path / "a", {"0.1": 0.5}), make_frames(tmp_path / "b", {"0.2": 0.5})
-    with pytest.raises(ValueError, match="no arm in common"):
-        page.compare_arms({"A": first, "B": second})
 
 
 def test_only_settings_that_differ_are_listed(studies: dict[str, StudyFrames]) -> None:

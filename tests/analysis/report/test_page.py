@@ -21,7 +21,7 @@ from analysis.report.page import (
 )
 from analysis.report.section import Figure, Heading, Listing, Section, Table, TableColumn, name, number
 from tests.analysis.report.test_pages import CONTROLS, SCRIPT, parse_page
-from trainable.files.control_characters import LINE_CHARACTERS, escape_controls, is_printable
+from trainable.files.paths import LINE_CHARACTERS, escape_controls, is_printable
 
 HOSTILE = f"</script></title></pre><b onclick='x'>\"& `c** **d` [a](//b) {CONTROLS}"
 DATA = pd.DataFrame({"arm": [HOSTILE, "b"], "value": [1.0, 2.0]})

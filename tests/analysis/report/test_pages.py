@@ -26,17 +26,15 @@ from analysis.report.common import list_commands, make_settings_rows
 from analysis.report.live import LivePage
 from analysis.report.page import render_page, view_sections
 from analysis.report.pages import conclude, draw_figures, write_frames_report, write_index, write_report
-from analysis.report.results import SweepResults
-from analysis.report.section import Section, Table, name, say
-from analysis.report.sweep import DOSE_RESPONSE
+from analysis.report.section import Section, Table, name
 from analysis.sweep import findings, tables
 from analysis.sweep.collapse import count_collapses, find_run_ends
 from tests.fakes.run_folders import FakeRun, FakeStudy, make_study_record, write_study
 from tests.strategies.examples import thin_out
 from trainable.config.run_config import RunConfig
 from trainable.families import list_families
-from trainable.files.control_characters import LINE_CHARACTERS, is_printable
 from trainable.files.json_values import write_object
+from trainable.files.paths import LINE_CHARACTERS, is_printable
 from trainable.runs.history import COLLAPSE_DEFINITION
 from trainable.runs.study_record import SCHEMA
 
@@ -354,16 +352,6 @@ def test_only_studies_of_trees_have_figures_of_children(tmp_path: Path) -> None:
             draw_figures(frames, names)
 
 
-def test_the_caption_of_the_dose_response_names_only_what_is_drawn(tmp_path: Path) -> None:
-    missing = dict.fromkeys(("test_success", "base_val_success", "base_val_greedy_success"))
-    runs = [FakeRun(arm, steps=3, rows=missing) for arm in ("0", "0.1")]
-    results = SweepResults(load(write_study(tmp_path, runs, TINY)))
-    assert say(DOSE_RESPONSE.figures[0].caption, results) == (
-        "Success at the end of training, without 95 % intervals. Circles: validation levels, sampled. Triangles: "
-        "validation levels, greedy."
-    )
-
-
 CONTROLS = "\x1b[2J \u202egnp.exe \u2066 \u2028 \x85 \x00"
 
 
@@ -412,9 +400,8 @@ def test_the_conclusion_counts_collapses_and_names_the_basis_of_intervals(tmp_pa
     conclusion = conclude(frames)
     assert conclusion.sentences[-1] == f"{sentence} {COLLAPSE_DEFINITION}"
     assert conclusion.verdicts[2][6] == "2 completed, 1 early stopped"
-    assert findings.describe_interval_basis(tables.make_dose_response(frames)) == (
-        "Intervals are over 2 seeds for arm 0; over 3 seeds for arm 0.1. They allow for the noise of these runs alone "
-        "for arm 0; of all arms for arm 0.1."
+    assert findings.describe_interval_basis(tables.make_dose_response(frames, tables.summarize_arms(frames))) == (
+        "Intervals are over 2 seeds, with the noise of these runs alone; or over 3 seeds, with the noise of all arms."
     )
 
 
@@ -457,7 +444,8 @@ def test_a_run_that_never_could_learn_says_why_and_has_not_collapsed(tmp_path: P
         ((0.2, 0.1, 0.3), (0.1, 0.05, 0.15), "Both rise"),
         ((0.2, 0.1, 0.3), (0.0, -0.05, 0.05), "greedy success does not clearly rise"),
         ((0.02, -0.1, 0.1), (0.1, 0.05, 0.15), "Sampled success does not clearly rise"),
-        ((0.2, 0.1, 0.3), (float("nan"),) * 3, "Greedy success was not measured, so it is open"),
+        ((0.2, 0.1, 0.3), (math.nan,) * 3, "greedy success does not clearly rise"),
+        ((0.2, math.nan, math.nan), (0.1, math.nan, math.nan), "Sampled success does not clearly rise"),
     ],
 )
 def test_sentences_on_learning_name_what_they_do_not_show(

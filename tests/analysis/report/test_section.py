@@ -38,12 +38,8 @@ def test_format_interval(low: Any, high: Any, words: str) -> None:
     assert format_interval(low, high, format_fraction) == words
 
 
-def test_format_count() -> None:
-    # The unit is that of the rounded value.
+def test_counts_and_durations_have_few_digits() -> None:
     values = (240, 5400, 9_996, 12_345, 999_499, 999_500, -999_999, 1_230_000, 999_700_000, 1.2e12)
     words = "240|5 400|9 996|12.3 k|999 k|1 M|-1 M|1.23 M|1 G|1.2 T"
     assert "|".join(map(format_count, values)) == words
-
-
-def test_format_duration() -> None:
     assert "|".join(map(format_duration, (12.4, 185, 3720, 59.7))) == "12 s|3 min 05 s|1 h 02 min|1 min 00 s"

@@ -122,7 +122,7 @@ def test_a_point_is_the_mean_of_its_seeds_and_a_collapse_counts(frames: StudyFra
     assert table["seeds"].to_list() == [2, 2, 2, 1, 1]
 
 
-def test_a_censored_run_censors_its_point(tmp_path: Path) -> None:
+def test_a_censored_or_failed_point_has_no_outcome(tmp_path: Path) -> None:
     runs = make_runs()
     runs[2] = replace(runs[2], status="censored", steps=10)
     frames = make_frames(tmp_path, runs)
@@ -133,11 +133,8 @@ def test_a_censored_run_censors_its_point(tmp_path: Path) -> None:
     assert math.isnan(row["cost"])
     leaders = {row["point"]: row for row in list_points(frames)}
     assert (leaders["point-1"]["outcome"], leaders["point-1"]["tokens"]) == ("–", "–")
-
-
-def test_a_point_of_which_every_run_failed_has_no_outcome(tmp_path: Path) -> None:
     runs = [replace(run, status="failed", steps=5) if run.arm == "point-3" else run for run in make_runs()]
-    row = make_points(make_frames(tmp_path, runs)).set_index("arm").loc["point-3"]
+    row = make_points(make_frames(tmp_path / "failed", runs)).set_index("arm").loc["point-3"]
     assert (row["state"], row["seeds"], row["violations"]) == (FAILED, 0, 2)
     assert math.isnan(row["success"])
 

@@ -31,8 +31,11 @@ def test_wilson_interval_is_that_of_scipy(counts: tuple[int, int]) -> None:
     assert interval.low <= interval.value == counts[0] / counts[1] <= interval.high
 
 
-def test_wilson_interval_without_trials() -> None:
+def test_little_or_no_data_have_no_estimate() -> None:
     assert estimates.wilson_interval(0, 0) == pytest.approx(estimates.Estimate(low=0.0, high=1.0), nan_ok=True)
+    assert math.isnan(estimates.page_trend_p_value([[0.1, 0.2, 0.3]]))
+    assert estimates.area_under_curve([5], [0.3], 5) == 0.3
+    assert math.isnan(estimates.area_under_curve([], [], 10))
 
 
 @given(samples, st.sampled_from([0.8, 0.9, 0.95, 0.99]))
@@ -166,10 +169,6 @@ def test_spearman_trend_degenerate(axis: list[float], outcome: list[float]) -> N
     assert math.isnan(estimates.spearman_trend(axis, outcome, [0] * len(axis), np.random.default_rng(0)).value)
 
 
-def test_page_trend_needs_two_seeds() -> None:
-    assert math.isnan(estimates.page_trend_p_value([[0.1, 0.2, 0.3]]))
-
-
 @given(st.lists(st.tuples(st.integers(1, 20), shares), min_size=1, max_size=8), st.integers(1, 200))
 @examples
 def test_area_equals_its_oracle(pieces: list[tuple[int, float]], extra_steps: int) -> None:
@@ -177,8 +176,3 @@ def test_area_equals_its_oracle(pieces: list[tuple[int, float]], extra_steps: in
     values = [value for _, value in pieces]
     area = estimates.area_under_curve(steps, values, steps[0] + extra_steps)
     assert area == pytest.approx(oracles.area(steps, values, steps[0] + extra_steps), abs=2e-3)
-
-
-def test_area_of_a_single_step_and_of_nothing() -> None:
-    assert estimates.area_under_curve([5], [0.3], 5) == 0.3
-    assert math.isnan(estimates.area_under_curve([], [], 10))

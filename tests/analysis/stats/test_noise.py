@@ -20,7 +20,7 @@ from analysis.stats.noise import (
     compute_doubt,
     compute_equivalence_p_value,
     compute_level_variance,
-    estimate_paired_contrast,
+    estimate_pooled_mean,
     estimate_unpaired_difference,
     fit_noise,
     pool_residuals,
@@ -149,7 +149,7 @@ def test_a_noisy_arm_is_judged_by_its_own_runs(noisy_arm: int) -> None:
     assert pool is not None
     assert compute_doubt(pool.prominence).tolist() == [float(arm == noisy_arm) for arm in range(6)]
     alone = mean_over_seeds(y[noisy_arm] - y[1])
-    blended = estimate_paired_contrast(y[noisy_arm] - y[1], fit_noise(y), doubt=1.0)
+    blended = estimate_pooled_mean(y[noisy_arm] - y[1], fit_noise(y).paired, 2.0, doubt=1.0)
     assert blended == pytest.approx(alone)
 
 
@@ -164,8 +164,8 @@ def test_two_arms_are_the_paired_t_test(pairs: list[tuple[float, float]]) -> Non
     if np.ptp(differences) < 1e-6:
         return
     expected = mean_over_seeds(differences)
-    assert estimate_paired_contrast(differences, fit_noise(y)) == pytest.approx(expected, rel=1e-6)
-    assert estimate_paired_contrast(differences, NO_NOISE) == pytest.approx(expected, rel=1e-6)
+    assert estimate_pooled_mean(differences, fit_noise(y).paired, 2.0) == pytest.approx(expected, rel=1e-6)
+    assert estimate_pooled_mean(differences, None, 2.0) == pytest.approx(expected, rel=1e-6)
 
 
 def test_runs_of_other_seeds_are_welchs_test_without_a_pool() -> None:
@@ -179,10 +179,10 @@ def test_runs_of_other_seeds_are_welchs_test_without_a_pool() -> None:
 
 def test_one_seed_needs_recorded_replicates() -> None:
     y = np.array([[0.8], [0.7]])
-    alone = estimate_paired_contrast(y[1] - y[0], fit_noise(y))
+    alone = estimate_pooled_mean(y[1] - y[0], fit_noise(y).paired, 2.0)
     assert alone.value == pytest.approx(-0.1)
     assert np.isnan([alone.low, alone.p]).all()
-    estimate = estimate_paired_contrast(y[1] - y[0], fit_noise(y, RECORDED))
+    estimate = estimate_pooled_mean(y[1] - y[0], fit_noise(y, RECORDED).paired, 2.0)
     assert (estimate.se, estimate.df) == (pytest.approx(0.02 * math.sqrt(2)), 19)
     assert estimate.high - estimate.value == pytest.approx(stats.t.ppf(0.975, 19) * 0.02 * math.sqrt(2))
     noise = fit_noise(np.array([[0.80, math.nan, math.nan], [math.nan, 0.70, math.nan]]), RECORDED)
@@ -192,14 +192,14 @@ def test_one_seed_needs_recorded_replicates() -> None:
 
 
 def test_no_interval_is_narrower_than_the_evaluation_allows() -> None:
-    equal = estimate_paired_contrast([0.1, 0.1, 0.1], NO_NOISE)
+    equal = estimate_pooled_mean([0.1, 0.1, 0.1], None, 2.0)
     assert math.isnan(equal.low)
     assert math.isnan(equal.p)
-    floored = estimate_paired_contrast([0.1, 0.1, 0.1], NO_NOISE, min_variance=0.01**2)
+    floored = estimate_pooled_mean([0.1, 0.1, 0.1], None, 2.0, min_variance=0.01**2)
     assert floored.se == pytest.approx(math.sqrt(2 * 0.01**2 / 3))
     pool = Pool(1e-8, 10.0, np.zeros(2))
     noise = Noise(pool, pool)
-    assert estimate_paired_contrast([0.1, 0.1001], noise, min_variance=0.01**2).se == pytest.approx(0.01)
+    assert estimate_pooled_mean([0.1, 0.1001], noise.paired, 2.0, min_variance=0.01**2).se == pytest.approx(0.01)
     assert estimate_unpaired_difference([0.1], [0.2], noise, min_variance=0.01**2).se == pytest.approx(
         0.01 * math.sqrt(2)
     )

@@ -187,13 +187,10 @@ def test_too_few_seeds_leave_every_mean_possible(differences: list[float]) -> No
     assert math.isnan(estimate.value) == (not differences)
 
 
-def test_a_single_or_missing_difference_is_no_evidence() -> None:
+def test_a_single_or_missing_difference_is_no_evidence_and_huge_evidence_no_overflow() -> None:
     assert sequential.compute_e_value([NAN, INF, 3.0, 3.0], [1, 1, 1, 0]).tolist() == [1, 1, 1, 1]
     estimate = sequential.estimate_mean_sequentially([0.1, 0.2, NAN, 0.1, 0.3, 0.2])
     assert (estimate.p, math.isnan(estimate.low)) == (1, True)
-
-
-def test_huge_evidence_is_no_overflow() -> None:
     assert sequential.compute_e_value(1e6, 5000) == INF
     assert sequential.compute_e_value(1e200, 5) == pytest.approx(36)
     assert sequential.estimate_mean_sequentially(1e6 + np.arange(5000) % 2).p == 0

@@ -14,7 +14,7 @@ from analysis.stats.estimates import wilson_interval
 from analysis.sweep import alarms
 from analysis.sweep.symptoms import SYMPTOMS
 from tests.analysis.sweep.test_symptoms import write_collapse
-from trainable.config.alarm_rule import ALARM_COLUMNS, BASELINE_STEPS, AlarmRule
+from trainable.config.setting_types import ALARM_COLUMNS, BASELINE_STEPS, AlarmRule
 from trainable.runs.stop_rules import StopDecision, find_alarm
 
 

@@ -49,29 +49,27 @@ def test_the_files_of_a_run_tell_the_same_collapse(frames: StudyFrames) -> None:
         assert history.find_collapse() == (end["end_step"] if end["is_collapse"] else math.inf)
 
 
-def test_survival_is_the_fraction_of_runs_without_collapse(frames: StudyFrames) -> None:
+def test_survival_is_the_fraction_of_runs_without_collapse_among_those_that_still_run(
+    frames: StudyFrames, tmp_path: Path
+) -> None:
     table = compute_survival(frames)
     assert table[table["arm"] == "0"][["step", "surviving_fraction"]].to_numpy().tolist() == [[0, 1], [60, 1]]
     curve = table[table["arm"] == "0.1"][["step", "surviving_fraction"]]
     assert curve.to_numpy().tolist() == [[0, 1], [20, 0.5], [60, 0.5]]
     assert table.drop_duplicates("arm")[["runs", "collapsed"]].to_numpy().tolist() == [[2, 0], [2, 1], [2, 1]]
-
-
-def test_survival_counts_a_failed_run_up_to_its_last_step(tmp_path: Path) -> None:
     runs = [FakeRun("0", 0, status="failed", steps=10), FakeRun("0", 1, status="early_stopped", steps=20, stop=STOP)]
     table = compute_survival(read_study(write_study(tmp_path, runs, STUDY)))
     assert table[["step", "surviving_fraction"]].to_numpy().tolist() == [[0, 1], [20, 0]]
 
 
-def test_only_scored_runs_are_counted(frames: StudyFrames) -> None:
+def test_only_scored_runs_are_counted_with_seeds_in_the_order_of_their_steps(
+    frames: StudyFrames, tmp_path: Path
+) -> None:
     table = count_collapses(frames).set_index("arm")
     assert table["runs"].to_dict() == {"0": 2, "0.1": 2, "1": 1}
     assert table["collapsed"].to_dict() == {"0": 0, "0.1": 1, "1": 1}
     assert (table.loc["0.1", "steps"], table.loc["0.1", "seeds"]) == ((20,), (1,))
     assert (table.loc["0", "steps"], table.loc["0", "seeds"]) == ((), ())
-
-
-def test_seeds_are_in_the_order_of_the_steps(tmp_path: Path) -> None:
     ends = (25, 20, 25)
     runs = [FakeRun("0", seed, status="early_stopped", steps=end, stop=STOP) for seed, end in enumerate(ends)]
     (row,) = count_collapses(read_study(write_study(tmp_path, runs, STUDY))).to_dict("records")

@@ -87,13 +87,10 @@ def test_the_line_names_the_seeds_that_resolve_the_margin() -> None:
 
 
 @pytest.mark.parametrize("num_seeds", [3, 5])
-def test_nothing_is_known_of_studies_whose_like_was_never_recorded(num_seeds: int) -> None:
+def test_nothing_is_known_of_studies_whose_like_was_never_recorded_or_without_a_comparison(num_seeds: int) -> None:
     line = describe_power(make_study(num_seeds, config_hash="another"))
     assert line == (
         "Power: not known before the runs, because none like these are recorded; it is estimated from the runs"
     )
-
-
-def test_a_study_without_a_comparison_has_no_line() -> None:
     assert describe_power(make_study(axis={"values": ["0"]})) == ""
     assert describe_power(make_study(baseline=None)) == ""

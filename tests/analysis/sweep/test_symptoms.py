@@ -110,9 +110,8 @@ def test_overlapping_intervals_are_no_order(tmp_path: Path) -> None:
     order = symptoms.summarize_order(table.assign(low=table["onset"] - 3, high=table["onset"] + 3)).set_index("symptom")
     assert order.loc["reward_std", ["earlier", "later", "undecided"]].to_list() == [0, 0, 2]
     wide = table.assign(low=table["onset"] - 3, high=table["onset"] + 3, is_first=False)
-    first, second, _ = symptoms.describe_order(wide)
+    first, _ = symptoms.describe_order(wide)
     assert first.endswith("no symptom is known to be the first: the intervals of the onsets overlap.")
-    assert second.endswith("the spread first in 0, success first in 0, and in 2 the intervals of the onsets overlap.")
 
 
 def test_changes_are_corrected_for_all_symptoms_and_runs(onsets: pd.DataFrame) -> None:
@@ -169,17 +168,13 @@ def test_few_or_equal_leads_have_no_interval_or_no_p() -> None:
 
 
 def test_the_sentences_name_what_was_first(onsets: pd.DataFrame) -> None:
-    first, second, third = symptoms.describe_order(onsets)
+    first, second = symptoms.describe_order(onsets)
     assert first == (
         "In 5 of the 6 runs that collapsed, the interval of one onset ends before all others begin: spread of the "
         "rewards in a group (5)."
     )
-    assert second.startswith(
-        "In 6 runs both the spread of the rewards and success fell: the spread first in 6, success"
-    )
-    assert (
+    assert second.endswith(
         "up to the same step in 1 run that stayed well. A symptom that changes as often in both predicts nothing."
-        in third
     )
     assert symptoms.describe_order(onsets.iloc[:0]) == []
 

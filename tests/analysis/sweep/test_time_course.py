@@ -102,15 +102,12 @@ def test_one_seed_gives_curves_without_intervals(tmp_path: Path) -> None:
     assert table[["ceiling_low", "p_ceiling", "midpoint_low"]].isna().all(axis=None)
 
 
-def test_a_study_without_rows_has_neither(tmp_path: Path) -> None:
+def test_a_study_without_rows_has_neither_and_one_without_levels_no_curves(tmp_path: Path) -> None:
     for index, runs in enumerate(([], [FakeRun("0", status="", steps=0)], [FakeRun("0", status="failed", steps=0)])):
         frames = make_frames(tmp_path / str(index), runs)
         assert summarize_curves(frames, np.random.default_rng(0)).empty
         assert [row["runs"] for row in collapse(frames).values()] == [0] * len(runs)
-
-
-def test_a_study_without_levels_has_times_and_no_curves(tmp_path: Path) -> None:
-    frames = make_frames(tmp_path, make_runs(2))
+    frames = make_frames(tmp_path / "levels", make_runs(2))
     frames = replace(frames, levels=frames.levels.iloc[:0])
     assert summarize_curves(frames, np.random.default_rng(0)).empty
     assert collapse(frames)["0"]["collapsed"] == 2

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from sandboxes.distillation.algorithm import DistillationAlgorithm, make_teacher_table, make_trainer
-from sandboxes.distillation.losses import select_support
+from sandboxes.distillation.algorithm import DistillationAlgorithm, make_teacher_table, make_trainer, select_support
 from sandboxes.distillation.settings import DistillationConfig
 from sandboxes.toys.ensemble import EnsembleTrainer
 from tests.fakes.ensembles import run_ensemble

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sandboxes.distillation import losses
+from sandboxes.distillation import algorithm as losses
 
 ACTIONS, LENGTH = 3, 2
 SEQUENCES = torch.tensor(list(itertools.product(range(ACTIONS), repeat=LENGTH)))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxes.pedagogy import losses
+from sandboxes.pedagogy import algorithm as losses
 from sandboxes.pedagogy.algorithm import Arithmetic, LessonBatch, PedagogyAlgorithm, make_trainer
 from sandboxes.pedagogy.settings import PedagogyConfig
 from tests.fakes.ensembles import run_ensemble

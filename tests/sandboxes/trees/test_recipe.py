@@ -14,8 +14,8 @@ from tests.sandboxes.trees.test_runs import make_trainer
 from trainable.algo.filters import compute_group_scores
 from trainable.envs.level_sets import make_demonstration_levels
 from trainable.envs.prompts import END_OF_MESSAGE
-from trainable.ppo.evaluation import reshape_by_group
 from trainable.ppo.trainer import PPOTrainer
+from trainable.rollout.episode import reshape_by_group
 from trainable.tiny.dialogues import Habits, Segment
 from trainable.tiny.tokenizer import UNKNOWN
 

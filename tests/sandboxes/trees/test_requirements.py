@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sandboxes.trees.repl import process
-from sandboxes.trees.requirements import check_papers, describe_repl_memory, explain_repl_shortage
+from sandboxes.trees.requirements import check_papers, explain_repl_shortage
 from search_spaces.catalog import STUDIES
 from trainable.config.run_config import ConfigError
 from tune_study.commands.cli import app
@@ -58,22 +58,6 @@ def plan_study(study: str = "tree-grpo", **papers_settings: object) -> StudyPlan
     return make_plan(STUDIES[study], "laptop", "a test", overrides, None, 1, Path("/out"))
 
 
-def test_the_memory_of_all_repls_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_checks, "measure_available_memory", lambda: 30_000 << 20)
-    # Two runs of twenty trees, each with a root and the four children of a call.
-    assert describe_repl_memory(plan_study(execution_mib=300), 2) == (
-        "Memory of code: at most 2 runs x 20 trees x 5 REPLs x 300 MiB = 58.6 GiB, 29.3 GiB available. Code seldom "
-        "fills it. If it does, the kernel ends REPLs, with their variables, before it ends a run; --set "
-        "env.papers.execution_mib=150 lowers it."
-    )
-    line = describe_repl_memory(plan_study(execution_mib=150), 2)
-    assert line.endswith(" = 29.3 GiB, 29.3 GiB available. OK.")
-    line = describe_repl_memory(plan_study(execution_mib=128), 9)
-    assert line.endswith(" before it ends a run.")  # there is no smaller one
-    line = describe_repl_memory(plan_study(max_children_per_call=2), 1)
-    assert "1 runs x 20 trees x 3 REPLs x 512 MiB = 30.0 GiB" in line
-
-
 def test_a_tree_that_cannot_fit_is_refused_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_checks, "measure_available_memory", lambda: 2_559 << 20)
     assert explain_repl_shortage(plan_study()) == (
@@ -97,7 +81,6 @@ def test_a_command_for_a_tree_that_cannot_fit_says_so_first(tmp_path: Path, monk
     answer = CliRunner().invoke(app, [*command, "--dry-run"])
     assert answer.exit_code == 3
     assert answer.stdout.startswith("DOES NOT FIT: a tree has up to 5 REPLs of 512 MiB, and 2000 MiB are available")
-    assert "Memory of code: at most " in answer.stdout
     answer = CliRunner().invoke(app, command)
     assert answer.exit_code == 3
     assert "type --set env.papers.execution_mib=400" in answer.stderr

@@ -17,13 +17,11 @@ from tests.fakes.hub_models import write_small_model
 from tests.fakes.scripted import clone_tensors, make_episode, make_small_config
 from tests.fakes.trainers import drop_times
 from trainable.config.run_config import ConfigError
-from trainable.config.sections import AlgorithmConfig
-from trainable.ppo.recording import record_episode
-from trainable.ppo.targets import compute_tree_advantages, make_targets
+from trainable.ppo.evaluation import record_episode
+from trainable.ppo.targets import compute_tree_advantages
 from trainable.ppo.trainer import PPOTrainer
-from trainable.rollout.batch import collate
 from trainable.rollout.engine import recompute_logprobs
-from trainable.rollout.episode import Episode, list_rollouts, replace_rollouts
+from trainable.rollout.episode import Episode, collate, list_rollouts, replace_rollouts
 from trainable.runs.episode_lines import MAX_ANSWER_CHARS
 
 SETTINGS = {name.replace(".", "__"): value for name, value in PAPERS_TINY.settings.items()}
@@ -75,20 +73,6 @@ def test_every_rollout_has_the_advantage_of_its_root_among_roots(norm_by_std: bo
     by_rollout = [float(row[mask].unique()) for row, mask in zip(advantages, batch.mask, strict=True)]
     assert by_rollout == pytest.approx([expected, expected, -expected, 0, 0, 0, 0])
     assert (advantages[~batch.mask] == 0).all()
-
-
-@pytest.mark.parametrize("weighting", ["root-and-children", "one-per-tree"])
-@pytest.mark.parametrize("train_children", [True, False])
-def test_targets_have_the_weights_of_segments(weighting: str, train_children: bool) -> None:
-    batch = collate(TREES)
-    settings = AlgorithmConfig(adv_estimator="grpo", tree_weighting=weighting, train_children=train_children)
-    targets = make_targets(batch, None, None, settings, 0.0, 1.0, has_trees=True)
-    assert targets.loss_weights is not None
-    by_tree = torch.zeros(4).index_add(0, batch.tree_ids, targets.loss_weights.sum(1)) * len(TREES)
-    has_more = weighting == "root-and-children" and train_children
-    assert by_tree.tolist() == pytest.approx([1 + has_more, 1, 1 + has_more, 1])
-    children = targets.loss_weights[~batch.is_root].sum().item()
-    assert (children == 0) == (not train_children)
 
 
 @pytest.mark.long

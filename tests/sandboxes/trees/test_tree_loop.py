@@ -14,7 +14,7 @@ from sandboxes.trees.repl.session import TreeLimits
 from sandboxes.trees.tree_loop import CHARS_PER_TOKEN, Rollout, TreeSettings, TreeTexts, roll_out_trees
 from trainable.envs.prompts import CHATML
 from trainable.models.codec import Codec
-from trainable.rollout.sampler import LockStepTurns, RowStreams, SampledReply, SamplingParams
+from trainable.rollout.sampler import RowStreams, SampledReply, SamplingParams
 
 END, START = 256, 257
 MARKERS = {"<|im_end|>": END, "<|im_start|>": START}
@@ -61,9 +61,6 @@ class TextSampler:
 class TextConversation:
     def __init__(self, sampler: TextSampler, histories: list[list[int]], streams: list[np.random.Generator]) -> None:
         self.sampler, self.histories, self.streams = sampler, histories, streams
-
-    def take_turns(self) -> LockStepTurns:
-        return LockStepTurns(self)
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
         self.sampler.batches.append(len(rows))
@@ -216,10 +213,10 @@ class CountingCodec:
         self.lengths += map(len, texts)
         return encode(texts)
 
-    def play(self, code: str, seconds: float = 20) -> Rollout:
+    def play(self, code: str) -> Rollout:
         texts = TEXTS._replace(codec=Codec(self.encode, decode, decode_all))
         policy = lambda history, draw: run_code("FINAL('done')" if is_child(history) else code)  # noqa: E731
-        settings = TreeSettings(TreeLimits(turns=1), ReplLimits(seconds=seconds), 1_000)
+        settings = TreeSettings(TreeLimits(turns=1), ReplLimits(seconds=20), 1_000)
         (tree,) = roll_out_trees(
             [QUESTION], 1, TextSampler(policy), texts, settings, PARAMS, [np.random.default_rng(0)]
         )
@@ -246,17 +243,6 @@ def test_texts_of_a_context_are_no_question() -> None:
     tree = codec.play(try_query("'x', {'a': 'ab ' * 300_000}"))
     assert tree.observations == ["done"]
     assert max(codec.lengths) < 1_000
-
-
-@pytest.mark.parametrize(("seconds", "num_read"), [(0.3, 5), (20, 8)])
-def test_questions_cost_the_code_that_asks_them(seconds: float, num_read: int) -> None:
-    """Also those that are refused: eight of 15,000 characters take .48 seconds."""
-    codec = CountingCodec()
-    tree = codec.play(
-        f"for _ in range(8):\n    {try_query(repr('x' * 15_000)).replace(chr(10), chr(10) + '    ')}", seconds
-    )
-    assert ("TimeoutError" in tree.observations[0]) is (num_read < 8)
-    assert sum(length > 15_000 for length in codec.lengths) == num_read
 
 
 def test_a_reply_that_was_cut_gets_its_end_marker() -> None:
@@ -304,16 +290,14 @@ def test_few_open_files_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_processes_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sandboxes.trees.repl import session
-
     processes: list[Any] = []
-    make_process = session.ReplProcess
+    make_session = tree_loop.ReplSession
 
     def keep(*args: Any, **options: Any) -> Any:
-        processes.append(make_process(*args, **options))
+        processes.append(make_session(*args, **options))
         return processes[-1]
 
-    monkeypatch.setattr(session, "ReplProcess", keep)
+    monkeypatch.setattr(tree_loop, "ReplSession", keep)
     play(answer_at_random, group_size=4)
     assert len(processes) > 4
     assert all(process._process is None for process in processes)
@@ -326,25 +310,3 @@ def test_all_processes_end(monkeypatch: pytest.MonkeyPatch) -> None:
         play(fail, group_size=4)
     assert len(processes) == 4
     assert all(process._process is None for process in processes)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("style", ["compact", "full"])
-def test_no_reply_ends_the_run(style: Any) -> None:
-    pieces = [
-        "```", "repl", "\n", "print(", "FINAL(", ")", "rlm_query('x')", "context", "1/0", "'", "while True: 1",
-        "\x00",
-    ]  # fmt: skip
-    rng = np.random.default_rng(0)
-
-    def babble(history: str, draw: float) -> str:
-        text = "".join(rng.choice(pieces) for _ in range(int(12 * draw)))
-        return run_code(text) if draw < 0.7 else text
-
-    settings = TreeSettings(TreeLimits(turns=4), ReplLimits(seconds=0.3), 100_000)
-    streams = [np.random.default_rng([1, number]) for number in range(24)]
-    trees = roll_out_trees([QUESTION], 24, TextSampler(babble), TEXTS._replace(style=style), settings, PARAMS, streams)
-    for tree in trees:
-        for rollout in (tree, *tree.children):
-            assert len(rollout.transcript.texts) == len(rollout.observations) == len(rollout.validity)
-            assert 1 <= len(rollout.transcript.texts) <= 4

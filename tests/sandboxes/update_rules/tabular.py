@@ -42,7 +42,6 @@ class TabularTask:
         broken_at: dict[int, int] | None = None,
     ) -> None:
         self.config, self.uniform_from, self.broken_at = config, uniform_from or {}, broken_at or {}
-        self.evaluations = 0
 
     def make_models(self, rngs: MemberRngs) -> Table:
         return Table(rngs.normal("sandbox_weights", shape=(PROMPTS, POSITIONS, ACTIONS)).float())
@@ -83,7 +82,6 @@ class TabularTask:
         return self.compute_logits(models, rollouts).log_softmax(-1)
 
     def evaluate(self, models: Table, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
-        self.evaluations += 1
         prompts = torch.arange(PROMPTS).expand(len(rngs.seeds), PROMPTS)
         log_probs = models.rows(prompts).log_softmax(-1)
         error = 1 - (log_probs.argmax(-1) == get_right_actions(prompts)).float().mean((1, 2))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import integrate
 from torch import Tensor
 
-from sandboxes.vector_rewards import fronts
+from sandboxes.vector_rewards import algorithm as fronts
 from sandboxes.vector_rewards.algorithm import VectorRewardAlgorithm, make_trainer
 from sandboxes.vector_rewards.settings import VectorRewardConfig
 from tests.fakes.ensembles import run_ensemble
@@ -89,12 +89,10 @@ def test_the_points_have_the_moments_of_the_simplex(dimensions: int) -> None:
 
 def test_the_best_sets_of_the_published_front_are_the_derived_ones() -> None:
     rewards = fronts.make_front("pareto_front").rewards
-    for size, value, actions in ((1, 0.6, (2,)), (2, 0.75, (0, 4)), (3, 0.76, (0, 2, 4))):
-        best = fronts.find_best_set(rewards, size)
-        assert best is not None
-        assert best[0] == pytest.approx(value, abs=1e-5)
-        assert best[1] == actions
-    assert fronts.find_best_set(fronts.make_front("pareto_large").rewards, 7) is None
+    for size, value, actions in ((1, 0.6, [2]), (2, 0.75, [0, 4]), (3, 0.76, [0, 2, 4])):
+        assert fronts.compute_best_score(rewards, size) == pytest.approx(value, abs=1e-5)
+        assert fronts.compute_best_score(rewards[actions], size) == pytest.approx(value, abs=1e-5)
+    assert math.isnan(fronts.compute_best_score(fronts.make_front("pareto_large").rewards, 7))
 
 
 @given(st.integers(0, 30), st.integers(1, 3))

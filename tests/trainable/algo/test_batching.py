@@ -22,10 +22,6 @@ def test_the_order_is_even_ranks_up_then_odd_ranks_down(lengths: list[int]) -> N
     assert order_length_stratified(torch.tensor(lengths, dtype=torch.long)).tolist() == expected
 
 
-def test_the_order_by_hand() -> None:
-    assert order_length_stratified(torch.tensor([50, 10, 40, 20, 30])).tolist() == [1, 4, 0, 2, 3]
-
-
 @examples
 @given(st.integers(1, 4), st.permutations(range(5)), st.data())
 def test_pieces_of_the_order_hold_whole_groups_in_the_order_of_their_tokens(
@@ -79,20 +75,6 @@ def test_padded_micro_batches_stay_within_the_token_bound(lengths: list[int], ma
     assert all((rows + 1) * start > max_tokens for (rows, _), start in zip(shapes, starts, strict=False))
 
 
-def test_passes_by_hand() -> None:
-    assert [rows.tolist() for rows in split_by_tokens(torch.tensor([50, 10, 40, 90, 20, 30]), 60)] == [
-        [1, 4, 5],
-        [2],
-        [0],
-        [3],
-    ]
-
-
-def test_a_pass_of_no_tokens_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_tokens is 0; it must be at least 1"):
-        split_by_tokens(torch.tensor([3]), 0)
-
-
 @examples
 @given(st.integers(0, 40), st.integers(1, 50), st.integers(0, 3))
 def test_copies_follow_the_originals_and_are_spread_evenly(n: int, multiple: int, seed: int) -> None:
@@ -118,18 +100,3 @@ def test_published_optimizer_steps_for_each_number_of_kept_groups(
 def test_the_generator_decides_which_are_copied() -> None:
     assert torch.equal(adjust_copy(100, 64, make_generator(1)), adjust_copy(100, 64, make_generator(1)))
     assert not torch.equal(adjust_copy(100, 64, make_generator(1)), adjust_copy(100, 64, make_generator(2)))
-
-
-def test_the_global_generator_is_left_alone() -> None:
-    torch.manual_seed(0)
-    state_before = torch.get_rng_state()
-    adjust_copy(5, 4, make_generator())
-    assert torch.equal(torch.get_rng_state(), state_before)
-
-
-def test_a_multiple_of_zero_is_refused() -> None:
-    generator = make_generator()
-    with pytest.raises(ValueError, match=r"n is 5 and multiple is 0; .* multiple at least 1"):
-        adjust_copy(5, 0, generator)
-    with pytest.raises(ValueError, match="n is -1 and multiple is 4; n must be at least 0"):
-        adjust_copy(-1, 4, generator)

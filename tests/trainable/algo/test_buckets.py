@@ -33,8 +33,3 @@ def test_equal_scores_rank_by_index() -> None:
 def test_fixed_edges_open_to_the_right() -> None:
     scores = torch.tensor([0.0, 0.99, 1.0, 1.5, 2.0, 4.99, 5.0, 6.1])
     assert assign_fixed_buckets(scores).tolist() == [0, 0, 1, 1, 2, 4, 5, 5]
-
-
-def test_no_bucket_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_buckets is 0; it must be at least 1"):
-        assign_quantile_buckets(torch.zeros(3), 0)

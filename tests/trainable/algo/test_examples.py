@@ -44,5 +44,5 @@ def test_every_public_function_has_an_example(module: str) -> None:
 
 
 def test_search_for_public_functions_is_not_blind() -> None:
-    assert {"apply_kl_penalty", "AdaptiveKLController"} == set(list_public_functions("kl_control"))
+    assert {"apply_kl_penalty", "adapt_kl_coef"} < set(list_public_functions("losses"))
     assert sum(len(list_public_functions(module)) for module in MODULES) > 40

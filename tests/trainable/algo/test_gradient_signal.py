@@ -24,12 +24,10 @@ from trainable.algo.gradient_signal import (
 from trainable.algo.reductions import compute_loss_weights
 
 
-def estimate_signal(
-    fold_gradients: Tensor, counts: Sequence[float] | None = None, level: float = 0.95
-) -> GradientSignal:
+def estimate_signal(fold_gradients: Tensor, counts: Sequence[float] | None = None) -> GradientSignal:
     """The statistics of fold gradients (K, D) of one component."""
     gram = compute_fold_gram([fold_gradients[:, None]])[:, 0, :, 0]
-    return estimate_gradient_signal(gram, None if counts is None else torch.tensor(counts), level)
+    return estimate_gradient_signal(gram, None if counts is None else torch.tensor(counts))
 
 
 def make_vectors(*shape: int, seed: int = 0, drift: float = 1.0) -> Tensor:
@@ -82,16 +80,15 @@ def test_signal_and_noise_are_means_over_all_splits_into_halves(count: int) -> N
     assert estimate_signal(x).noise == pytest.approx(sum(distances) / len(splits))
 
 
-@pytest.mark.parametrize("count", [3, 4, 5, 8, 13])
-@pytest.mark.parametrize("level", [0.5, 0.95])
+@pytest.mark.parametrize("count", [3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("equal", [True, False])
-def test_the_interval_equals_a_loop_that_deletes_one_fold(count: int, level: float, equal: bool) -> None:
+def test_the_interval_equals_a_loop_that_deletes_one_fold(count: int, equal: bool) -> None:
     x = make_vectors(count, 4, seed=count)
     counts = [1.0] * count if equal else [1.0 + k % 3 for k in range(count)]
-    statistics = estimate_signal(x, None if equal else counts, level)
+    statistics = estimate_signal(x, None if equal else counts)
     assert statistics.snr == pytest.approx(oracle.signal(x.tolist(), counts) / oracle.noise(x.tolist(), counts))
     assert (statistics.low, statistics.high) == pytest.approx(
-        oracle.compute_interval(x.tolist(), counts, level), rel=1e-9
+        oracle.compute_interval(x.tolist(), counts, 0.95), rel=1e-9
     )
 
 
@@ -343,17 +340,6 @@ def test_a_gradient_that_is_not_finite_gives_numbers_that_are_not() -> None:
     assert all(math.isnan(number) for number in estimate_signal(x))
 
 
-@pytest.mark.parametrize("counts", [[1.0, 2.0], [1.0, 0.0, 2.0], [1.0, -1.0, 2.0], [1.0, math.nan, 2.0]])
-def test_counts_that_do_not_fit_are_refused(counts: list[float]) -> None:
-    with pytest.raises(ValueError, match="for 3 folds; there must be one above 0 for each"):
-        estimate_signal(torch.ones(3, 2), counts)
-
-
-def test_a_gram_matrix_of_several_components_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"gram has shape \(3, 2, 3, 2\); it must be \(K, K\)"):
-        estimate_gradient_signal(compute_fold_gram([torch.ones(3, 2, 4)]))
-
-
 # Folds
 
 
@@ -379,11 +365,8 @@ def test_every_split_of_the_groups_comes_up_and_the_generator_decides() -> None:
     assert repeated_splits[0] == repeated_splits[1]
 
 
-def test_no_groups_give_no_folds_and_no_fold_is_refused() -> None:
-    generator = torch.Generator()
-    assert split_folds(torch.zeros(0, dtype=torch.long), 4, generator).tolist() == []
-    with pytest.raises(ValueError, match="num_folds is 0; it must be at least 1"):
-        split_folds(torch.arange(3), 0, generator)
+def test_no_groups_give_no_folds() -> None:
+    assert split_folds(torch.zeros(0, dtype=torch.long), 4, torch.Generator()).tolist() == []
 
 
 # The published norm

@@ -1,12 +1,10 @@
-import math
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies.algo import Sequences, examples, sequences
-from trainable.algo.kl_control import AdaptiveKLController, apply_kl_penalty
+from trainable.algo.losses import adapt_kl_coef, apply_kl_penalty
 
 
 def test_the_penalty_is_subtracted_on_trained_tokens_only() -> None:
@@ -43,32 +41,5 @@ def test_the_sum_of_penalties_is_the_coefficient_times_the_summed_kl(batch: Sequ
     ],
 )
 def test_the_coefficient_moves_towards_the_target(current_kl: float, expected: float) -> None:
-    controller = AdaptiveKLController(coef=0.02, target=0.1, horizon=1000)
-    assert controller.update(current_kl, n_steps=128).coef == pytest.approx(expected)
-    assert controller.coef == 0.02
-
-
-def test_without_a_horizon_the_coefficient_is_fixed() -> None:
-    assert AdaptiveKLController(0.02).update(50.0, n_steps=128) == AdaptiveKLController(0.02)
-
-
-def test_a_coefficient_of_zero_stays_zero() -> None:
-    assert AdaptiveKLController(0.0, horizon=0.5).update(50.0, n_steps=128).coef == 0
-
-
-@pytest.mark.parametrize(
-    ("coef", "target", "horizon", "message"),
-    [
-        (-0.1, 0.1, None, "kl_coef is -0.1; it must be finite and at least 0"),
-        (math.nan, 0.1, None, "kl_coef is nan"),
-        (math.inf, 0.1, None, "kl_coef is inf"),
-        (0.1, math.inf, 10.0, "target KL is inf"),
-        (0.1, 0.0, 10.0, "target KL is 0.0; it must be finite and above 0"),
-        (0.1, 0.1, 0.0, "KL horizon is 0.0; it must be above 0, or None"),
-    ],
-)
-def test_the_controller_refuses_settings_out_of_range(
-    coef: float, target: float, horizon: float | None, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        AdaptiveKLController(coef, target, horizon)
+    assert adapt_kl_coef(0.02, current_kl, 0.1, n_steps=128, horizon=1000) == pytest.approx(expected)
+    assert adapt_kl_coef(0.0, current_kl, 0.1, n_steps=128, horizon=1000) == 0

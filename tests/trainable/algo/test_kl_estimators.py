@@ -102,15 +102,6 @@ def test_at_the_reference_only_k1_pushes(estimator: str, slope: float) -> None:
     assert gradient.tolist() == [slope, slope]
 
 
-@pytest.mark.parametrize(
-    ("estimator", "expected"),
-    [("k1", [0.5, -1.0]), ("abs", [0.5, 1.0]), ("k2", [0.125, 0.5]), ("k3", [0.106531, 0.718282])],
-)
-def test_values_by_hand(estimator: str, expected: list[float]) -> None:
-    values = estimate_kl(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]), estimator)
-    torch.testing.assert_close(values, torch.tensor(expected), rtol=1e-5, atol=0)
-
-
 def test_k3_clamps_the_log_ratio_and_then_the_result() -> None:
     d = torch.tensor([30.0, 15.0, 5.0, -2.0, -3.0, -30.0])
     result = estimate_kl(d, torch.zeros(6), "k3")
@@ -138,10 +129,3 @@ def test_gradcheck_away_from_kinks(estimator: str) -> None:
     logprobs = torch.tensor([-1.0, -0.2, -3.0], dtype=torch.float64, requires_grad=True)
     ref_logprobs = torch.tensor([-1.4, -2.0, -1.0], dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda x: estimate_kl(x, ref_logprobs, estimator), (logprobs,))
-
-
-@pytest.mark.parametrize("estimator", ["low-var-kl", "k1++", "+", "full", "kl2"])
-def test_unknown_names_are_refused(estimator: str) -> None:
-    zeros = torch.zeros(1)
-    with pytest.raises(ValueError, match=r"kl_loss_type is .*; it must be one of kl, k1, abs, mse, k2, low_var_kl, k3"):
-        estimate_kl(zeros, zeros, estimator)

@@ -51,8 +51,3 @@ def test_every_entry_is_in_one_place_with_one_sign(chunk: int, monkeypatch: pyte
 def test_half_precision_is_summed_in_double() -> None:
     halves = torch.full((4096,), 1.0, dtype=torch.bfloat16)
     assert torch.equal(count_sketch([halves], 1, 2), count_sketch([halves.double()], 1, 2))
-
-
-def test_an_empty_list_has_no_sketch() -> None:
-    with pytest.raises(ValueError, match="nothing to sketch"):
-        count_sketch([], 8, 0)

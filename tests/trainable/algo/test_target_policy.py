@@ -133,15 +133,6 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda x: target_policy_loss(x, *other_inputs, group_ids, 0.7).loss, logprobs)
 
 
-def test_two_equally_likely_rollouts_by_hand() -> None:
-    logprobs, skills = torch.full((2,), -5.0), torch.tensor([1.0, -1.0])
-    result = target_policy_loss(logprobs, logprobs, skills, torch.zeros(2, dtype=torch.long), eta=1.0)
-    share = 1 / (1 + math.exp(-2))
-    assert result.sequence_weights.tolist() == pytest.approx([share - 0.5, 0.5 - share])
-    assert float(result.loss) == pytest.approx(math.log(2))
-    assert float(result.top_prob) == pytest.approx(share)
-
-
 def test_without_a_difference_in_skill_the_target_is_the_old_policy() -> None:
     old_logprobs, logprobs = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.0])
     skills, group_ids = torch.zeros(2), torch.zeros(2, dtype=torch.long)

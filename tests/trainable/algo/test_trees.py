@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies.algo import examples
-from trainable.algo.trees import TreeWeighting, compute_tree_weights
+from trainable.algo.reductions import TreeWeighting, compute_tree_weights
 
 WEIGHTINGS = get_args(TreeWeighting)
 Shape = list[list[int]]

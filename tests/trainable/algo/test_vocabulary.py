@@ -92,14 +92,6 @@ def test_where_all_rows_fit_the_numbers_are_bit_for_bit_those_of_whole_logits(el
     assert all(torch.equal(actual_tensor, expected_tensor) for actual_tensor, expected_tensor in pairs)
 
 
-@pytest.mark.parametrize("elements", [1, 3 * VOCABULARY, 4 * VOCABULARY + 6, (ROWS - 1) * VOCABULARY])
-def test_chunks_that_do_not_divide_the_rows_change_nothing(elements: int) -> None:
-    case = Case(1, dtype=torch.float32)
-    statistics, expected = case.compute_statistics(elements), case.compute_statistics(None)
-    assert_close(statistics, expected, 1e-6)
-    assert_close(case.compute_gradients(statistics), case.compute_gradients(expected), 1e-5)
-
-
 @pytest.mark.parametrize("elements", [3 * VOCABULARY, None])
 def test_gradcheck_of_every_number(elements: int | None) -> None:
     case = Case(2, rows=5)
@@ -254,8 +246,3 @@ def test_nothing_larger_than_the_bound_is_made(elements: int) -> None:
     with LargestTensorMode() as largest:
         case.compute_gradients(case.compute_statistics(None))
     assert largest.elements == 6000
-
-
-def test_a_bound_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="chunk_elements is 0; it must be at least 1 logit"):
-        Case().compute_statistics(0)

@@ -87,7 +87,6 @@ def host_reads(monkeypatch: pytest.MonkeyPatch) -> HostReads:
 
 
 def make_trainer(swaps: bool, **settings: object) -> PPOTrainer:
-    # Without the validation before training, which trainers in one process share.
     common_settings = {
         **IN_TORCH,
         "trainer__swap_to_host": swaps,

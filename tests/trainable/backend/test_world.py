@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.fakes.trainers import make_quiet_trainer
 from trainable.algo.batching import order_length_stratified
 from trainable.backend.meter import Meter
-from trainable.backend.world import SINGLE_PROCESS, World, compute_local_range, shard_rows, skip_child_seeds
+from trainable.backend.world import World, compute_local_range, shard_rows, skip_child_seeds
 from trainable.config.seeds import make_rng
 from trainable.ppo import update
 from trainable.ppo.trainer import PPOTrainer
@@ -52,10 +52,6 @@ def test_ranks_have_nearly_equal_token_counts(lengths: list[int], size: int) -> 
     assert max(tokens) - min(tokens) <= max(lengths)
 
 
-def test_one_rank_takes_all_rows_in_order() -> None:
-    assert [rows.tolist() for rows in shard_rows(torch.tensor([5, 3, 9]), 1)] == [[0, 1, 2]]
-
-
 @given(st.integers(0, 30), st.integers(1, 5))
 def test_skipped_children_are_those_of_the_ranks_before(count: int, local_count: int) -> None:
     all_generators = np.random.default_rng(3).spawn(count + local_count)
@@ -63,13 +59,6 @@ def test_skipped_children_are_those_of_the_ranks_before(count: int, local_count:
     assert [generator.random() for generator in local_generators] == [
         generator.random() for generator in all_generators[count:]
     ]
-
-
-def test_a_single_process_gathers_its_own_values() -> None:
-    assert SINGLE_PROCESS.all_gather_object([1, 2]) == [[1, 2]]
-    tensor = torch.ones(2)
-    assert SINGLE_PROCESS.all_reduce(tensor) is tensor
-    assert SINGLE_PROCESS.broadcast({"a": tensor}) == {"a": tensor}
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 9])

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainable.config.alarm_rule import ALARM_COLUMNS, MAX_WINDOW, AlarmRule, parse_alarm_rule
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
+from trainable.config.setting_types import ALARM_COLUMNS, MAX_ALARM_WINDOW, AlarmRule, parse_alarm_rule
 from trainable.runs.records import make_empty_row
 
 RULES = st.builds(
@@ -14,7 +14,7 @@ RULES = st.builds(
     threshold=st.floats(-1e6, 1e6).map(lambda number: float(f"{number:g}")),
     is_relative=st.booleans(),
     is_upper=st.booleans(),
-    window=st.integers(1, MAX_WINDOW),
+    window=st.integers(1, MAX_ALARM_WINDOW),
 )
 
 

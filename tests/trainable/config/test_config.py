@@ -1,8 +1,13 @@
+"""Keys and values of settings: what is taken, what is refused with which words, and what the hash has."""
+
 import json
+import subprocess
+import sys
+from collections import Counter
+from operator import attrgetter
+from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from trainable.config.aliases import ALIASES
@@ -68,155 +73,16 @@ PUBLISHED = [
 ]
 
 
-def read_field(config: RunConfig, field: str) -> object:
-    value: object = config
-    for name in field.split("."):
-        value = getattr(value, name)
-    return value
-
-
 @pytest.mark.parametrize(("key", "text", "field", "value"), PUBLISHED, ids=[case[0] for case in PUBLISHED])
 def test_a_published_key_sets_its_field(key: str, text: str, field: str, value: object) -> None:
     assert resolve_key(key) == field
-    assert read_field(apply_overrides(RunConfig(), {key: text}), field) == value
-
-
-@pytest.mark.parametrize("alias", ALIASES)
-def test_an_alias_names_a_field(alias: str) -> None:
-    assert ALIASES[alias] in list_field_names()
-
-
-@pytest.mark.parametrize(("short", "name"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
-def test_short_names_of_types_are_taken(short: str, name: str) -> None:
-    assert apply_overrides(RunConfig(), {"model.dtype": short}).model.dtype == name
-    with pytest.raises(ConfigError, match=r"model\.dtype=fp8: must be 'float32', 'bfloat16' or 'float16'"):
-        apply_overrides(RunConfig(), {"model.dtype": "fp8"})
-
-
-@pytest.mark.parametrize("field", list_field_names())
-def test_every_field_is_its_own_name(field: str) -> None:
-    assert resolve_key(field) == field
-
-
-@given(st.sampled_from(list_field_names()))
-def test_a_bare_key_is_accepted_where_one_section_has_it(field: str) -> None:
-    bare = field.rsplit(".", 1)[-1]
-    owners = [name for name in list_field_names() if name.rsplit(".", 1)[-1] == bare]
-    if len(owners) == 1:
-        assert resolve_key(bare) == field
-
-
-def test_a_bare_key_of_several_sections_is_refused_with_their_names() -> None:
-    with pytest.raises(ConfigError, match=r"`lr` is a setting of several sections: type one of actor\.lr, critic\.lr"):
-        resolve_key("lr")
-
-
-@pytest.mark.parametrize(
-    ("typed", "nearest"),
-    [
-        ("kl_loss_coeff", "actor.kl_loss_coef"),
-        ("actor.kl_loss_coeff", "actor.kl_loss_coef"),
-        ("actor_rollout_ref.actor.kl_loss_coeff", "actor_rollout_ref.actor.kl_loss_coef"),
-        ("trainer.total_steps", "trainer.total_training_steps"),
-        ("env.groupsize", "env.group_size"),
-    ],
-)
-def test_an_unknown_key_is_refused_with_the_nearest(typed: str, nearest: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        apply_overrides(RunConfig(), {typed: 1})
-    assert f"`{typed}`" in str(raised.value)
-    assert nearest in str(raised.value)
-
-
-def test_an_unknown_key_of_a_section_lists_the_section() -> None:
-    with pytest.raises(ConfigError) as raised:
-        resolve_key("early_stop.nonsense")
-    names = [name for name in list_field_names() if name.startswith("early_stop.")]
-    assert ", ".join(names) in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "bound"),
-    [
-        ("kl_loss_coef", -0.1, "greater than or equal to 0"),
-        ("kl_loss_coef", "nan", "finite"),
-        ("actor.lr", 0, "greater than 0"),
-        ("gamma", 1.5, "less than or equal to 1"),
-        ("clip_ratio_low", 1, "less than 1"),
-        ("group_size", "many", "valid integer"),
-        ("rollout_filter_value", 1.5, "filter.rollout_filter_value=1.5: must be in (0, 1] for top_p (try --set"),
-        ("rollout_filter_strategy", "best", "'top_p', 'top_k'"),
-        ("actor.ppo_micro_batch_size_per_gpu", 5, "actor.ppo_micro_batch_size_per_gpu=5: does not divide"),
-        ("trainer.zero_stage", 4, "3"),
-        ("trainer.offload_parameters", True, "trainer.offload_parameters=True: needs zero_stage=3"),
-        ("test_env_groups", 513, "less than or equal to 512"),
-        ("rollout_filter_include_zero", "perhaps", "True or False"),
-    ],
-)
-def test_a_value_out_of_bounds_is_refused_with_value_and_bound(key: str, value: object, bound: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        apply_overrides(RunConfig(), {key: value})
-    assert bound in str(raised.value)
-    assert str(value) in str(raised.value)
-
-
-def test_betas_of_adamw_are_below_one() -> None:
-    with pytest.raises(ConfigError, match=r"actor\.betas\.1=1.*less than 1"):
-        apply_overrides(RunConfig(), {"actor.betas": (0.9, 1)})
+    assert attrgetter(field)(apply_overrides(RunConfig(), {key: text})) == value
 
 
 @pytest.mark.parametrize("zero", [0, 0.0, "0", "0.0", "0.00"])
 def test_a_zero_coefficient_switches_the_kl_loss_off(zero: object) -> None:
     assert not apply_overrides(RunConfig(), {"use_kl_loss": True, "kl_loss_coef": zero}).actor.use_kl_loss
     assert apply_overrides(RunConfig(), {"use_kl_loss": True, "kl_loss_coef": "0.001"}).actor.use_kl_loss
-
-
-def test_the_hash_names_what_can_change_a_result() -> None:
-    default = RunConfig()
-    placement_overrides = (
-        {"trainer.n_gpus_per_node": 4},
-        {"trainer.zero_stage": 1},
-        {"rollout.gpu_memory_utilization": 0.3},
-    )
-    for overrides in (
-        {"trainer.save_freq": 50},
-        {"trainer.resume_every": 1},
-        {"trainer.ray_num_cpus": 2},
-        *placement_overrides,
-    ):
-        assert apply_overrides(default, overrides).compute_hash() == default.compute_hash()
-    assert default.model_copy(update={"seed": 7}).compute_hash() == default.compute_hash()
-    for overrides in (
-        {"actor.lr": 2e-6},
-        {"collapse_detection.all_quantities": True},
-        {"trainer.total_training_steps": 401},
-        {"early_stop.variance_ratio": 0.2},
-    ):
-        assert apply_overrides(default, overrides).compute_hash() != default.compute_hash()
-
-
-def test_the_settings_of_half_precision_are_hashed_where_they_are_read() -> None:
-    def compute_hash(**settings: object) -> str:
-        return apply_overrides(RunConfig(), {f"model.{name}": value for name, value in settings.items()}).compute_hash()
-
-    assert compute_hash() == compute_hash(loss_scale=1024)
-    assert compute_hash(dtype="float16") != compute_hash(dtype="float16", loss_scale=1024)
-    assert compute_hash() != compute_hash(head_dtype="float32")
-    assert compute_hash(dtype="float32") == compute_hash(dtype="float32", head_dtype="float32")
-
-
-@pytest.mark.parametrize("scale", [1, 1024, 2.0**40])
-def test_a_loss_scale_is_a_power_of_two(scale: float) -> None:
-    assert apply_overrides(RunConfig(), {"model.loss_scale": scale}).model.loss_scale == scale
-    with pytest.raises(ConfigError, match=r"model\.loss_scale=.*must be a power of two, such as [0-9e+.]+"):
-        apply_overrides(RunConfig(), {"model.loss_scale": 3 * scale})
-
-
-@pytest.mark.parametrize("overrides", [{"trainer.strategy": "deepspeed"}, {"trainer.n_gpus_per_node": 2}])
-def test_float16_is_refused_where_deepspeed_updates(overrides: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"model\.dtype=float16: .*model\.dtype=bfloat16"):
-        apply_overrides(RunConfig(), {"model.dtype": "float16", **overrides})
-    assert apply_overrides(RunConfig(), {"model.dtype": "float16"}).model.dtype == "float16"
 
 
 def test_a_config_survives_json() -> None:
@@ -238,26 +104,198 @@ def test_null_is_a_word_where_a_setting_may_have_no_value(word: str) -> None:
         apply_overrides(config, {"trainer.total_training_steps": word})
 
 
-@pytest.mark.parametrize("config", [RunConfig(), UpdateRuleConfig()], ids=["language model", "update rules"])
-def test_states_by_seconds_can_be_turned_off(config: BaseRunConfig) -> None:
-    timed = apply_overrides(config, {"trainer.resume_seconds": "2.5"})
-    assert timed.trainer.resume_seconds == 2.5
-    assert apply_overrides(timed, {"trainer.resume_seconds": "null"}).trainer.resume_seconds is None
-    # A study may go on with other values: they change no number.
-    assert timed.compute_hash() == config.compute_hash()
+def test_every_field_and_alias_names_a_field() -> None:
+    fields = list_field_names()
+    assert [resolve_key(field) for field in fields] == list(fields)
+    assert set(ALIASES.values()) <= set(fields)
+    bare_keys = Counter(field.rsplit(".", 1)[-1] for field in fields)
+    unique_fields = [field for field in fields if bare_keys[field.rsplit(".", 1)[-1]] == 1]
+    assert [resolve_key(field.rsplit(".", 1)[-1]) for field in unique_fields] == unique_fields
 
 
 @pytest.mark.parametrize(
-    ("key", "reason"),
+    ("key", "field"),
     [
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "Tensor parallelism is missing: every GPU of a run"),
-        ("trainer.nnodes", "A run is on one node: nothing places its ranks on several"),
+        ("env.success_rate", "env.frozenlake.success_rate"),
+        ("success_rate", "env.frozenlake.success_rate"),
+        ("env.colors", "env.mastermind.colors"),
+        ("algorithm.horizon", "algorithm.kl_ctrl.horizon"),
+    ],
+)
+def test_inner_sections_may_be_left_out(key: str, field: str) -> None:
+    assert resolve_key(key) == field
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("lr", r"`lr` is a setting of several sections: type one of actor\.lr, critic\.lr"),
+        ("kl_loss_coeff", r"`kl_loss_coeff`\. Nearest: .*actor\.kl_loss_coef"),
+        ("actor.kl_loss_coeff", r"Nearest: .*actor\.kl_loss_coef"),
+        ("actor_rollout_ref.actor.kl_loss_coeff", r"Nearest: .*actor_rollout_ref\.actor\.kl_loss_coef"),
+        ("trainer.total_steps", r"Nearest: .*trainer\.total_training_steps"),
+        ("env.groupsize", r"Nearest: .*env\.group_size"),
+        ("actor.success_rate", r"There is no setting `actor.success_rate`.*env.frozenlake.success_rate"),
+        ("early_stop.nonsense", r"The section has: early_stop\.variance_baseline_steps, .*early_stop\.alarm\."),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "_size`. Tensor parallelism is missing: every GPU"),
+        ("trainer.nnodes", "There is no setting `trainer.nnodes`. A run is on one node: nothing places its ranks on"),
         ("gradient_accumulation_steps", "Gradients are accumulated over the micro-batches of a mini-batch: type"),
         ("lr_scheduler_type", "The learning rate is constant, without warm-up and schedule"),
         ("data.train_batch_size", "A step samples env.env_groups prompts with env.group_size rollouts each"),
         ("epsilon", "The clip range has two sides: type --set actor.clip_ratio_low=0.2"),
     ],
 )
-def test_what_only_the_published_code_has_is_refused_with_what_is_missing(key: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=f"There is no setting `{key}`. {reason}"):
+def test_a_key_that_names_no_setting_is_refused_with_what_to_type(key: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         apply_overrides(RunConfig(), {key: 2})
+
+
+FOUR_BITS = {"model.lora_rank": 4, "model.load_in_4bit": True}
+LORA_TARGETS = "must be all-linear, or a list of some of q_proj, k_proj"
+REFUSED: list[tuple[dict[str, object], str]] = [
+    ({"kl_loss_coef": -0.1}, r"actor\.kl_loss_coef=-0\.1: must be greater than or equal to 0"),
+    ({"kl_loss_coef": "nan"}, "=nan: must be a finite number"),
+    ({"actor.lr": 0}, r"actor\.lr=0: must be greater than 0"),
+    ({"gamma": 1.5}, r"gamma=1\.5: must be less than or equal to 1"),
+    ({"clip_ratio_low": 1}, "clip_ratio_low=1: must be less than 1"),
+    ({"actor.betas": (0.9, 1)}, r"actor\.betas\.1=1: must be less than 1"),
+    ({"group_size": "many"}, "group_size=many: must be a valid integer"),
+    ({"rollout_filter_value": 1.5}, r"filter\.rollout_filter_value=1\.5: must be in \(0, 1\] for top_p \(try --set"),
+    ({"rollout_filter_strategy": "best"}, "=best: must be 'top_p', 'top_k'"),
+    ({"rollout_filter_include_zero": "perhaps"}, "=perhaps: must be True or False"),
+    ({"actor.ppo_micro_batch_size_per_gpu": 5}, r"actor\.ppo_micro_batch_size_per_gpu=5: does not divide"),
+    ({"trainer.zero_stage": 4}, "zero_stage=4: must be less than or equal to 3"),
+    ({"trainer.offload_parameters": True}, r"trainer\.offload_parameters=True: needs zero_stage=3"),
+    ({"trainer.total_training_steps": 10**9}, "must be less than or equal to 100000"),
+    ({"test_env_groups": 513}, "test_env_groups=513: must be less than or equal to 512"),
+    ({"env.seed_val": 10**12}, "must be less than or equal to 200000000"),
+    ({"env.frozenlake.success_rate": 1.5}, r"env\.frozenlake\.success_rate=1\.5: must be"),
+    ({"env.name": "chess"}, r"env\.name=chess: must be 'sokoban', 'frozenlake'"),
+    ({"model.path": "sokoban-tiny"}, "compact prompt only"),
+    ({"model.path": "sokoban-tiny", "model.prompt_style": "compact", "env.name": "mastermind"}, "mastermind-tiny"),
+    ({"critic.shared_trunk": True, "trainer.critic_warmup": 5}, "one update for policy and critic"),
+    ({"model.dtype": "fp8"}, r"model\.dtype=fp8: must be 'float32', 'bfloat16' or 'float16'"),
+    *(({"model.loss_scale": 3 * 2**exponent}, "must be a power of two, such as [0-9e+.]+") for exponent in (0, 10, 40)),
+    *(
+        ({"model.dtype": "float16", **overrides}, r"model\.dtype=float16: .*model\.dtype=bfloat16")
+        for overrides in ({"trainer.strategy": "deepspeed"}, {"trainer.n_gpus_per_node": 2})
+    ),
+    ({"model.lora_rank": -1}, "lora_rank=-1: must be greater than or equal to 0"),
+    ({"model.lora_alpha": 0}, "lora_alpha=0: must be greater than 0"),
+    *(({"model.lora_target_modules": value}, LORA_TARGETS) for value in ("[q_proj,embed_tokens]", "[]", 3, None)),
+    ({"model.load_in_4bit": True}, "a run without adapters has none: set model.lora_rank=64"),
+    ({**FOUR_BITS, "trainer.strategy": "deepspeed"}, "updates in torch alone"),
+    ({**FOUR_BITS, "trainer.n_gpus_per_node": 2, "trainer.device": "auto"}, "updates in torch alone"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED, ids=str)
+def test_settings_that_no_run_can_have_are_refused(overrides: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refusal:
+        apply_overrides(RunConfig(), overrides)
+    assert str(refusal.value).count(": must be ") <= 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "value"),
+    [
+        ({"model.loss_scale": 2.0**40}, "model.loss_scale", 2.0**40),
+        ({"trainer.logger": "[console,wandb]"}, "trainer.logger", ("console", "wandb")),
+    ],
+)
+def test_forms_of_values(overrides: dict[str, object], field: str, value: object) -> None:
+    assert attrgetter(field)(apply_overrides(RunConfig(), overrides)) == value
+
+
+HALF, TOP_K, LAKE = {"model.dtype": "float16"}, {"rollout_filter_strategy": "top_k"}, {"env.name": "frozenlake"}
+HASHED: list[tuple[dict[str, object], dict[str, object], bool]] = [
+    *(
+        ({}, change, False)
+        for change in (
+            {"seed": 7},
+            {"trainer.save_freq": 50},
+            {"trainer.resume_every": 1},
+            {"trainer.resume_seconds": 2.5},
+            {"trainer.ray_num_cpus": 2},
+            {"trainer.n_gpus_per_node": 4},
+            {"trainer.zero_stage": 1},
+            {"rollout.gpu_memory_utilization": 0.3},
+            # What the run does not read.
+            {"model.loss_scale": 1024},
+            {"model.lora_alpha": 32, "model.lora_target_modules": "q_proj"},
+            {"actor.tpo_eta": 2.0},
+            {"env.success_rate": 0.5, "env.colors": 6},
+        )
+    ),
+    *(
+        ({}, change, True)
+        for change in (
+            {"actor.lr": 2e-6},
+            {"actor.clip_ratio_low": 0.1},
+            {"collapse_detection.all_quantities": True},
+            {"trainer.total_training_steps": 401},
+            {"early_stop.variance_ratio": 0.2},
+            {"filter.rollout_filter_selection_eps": 0.5},
+            {"model.head_dtype": "float32"},
+            {"model.lora_rank": 8},
+            LAKE,
+        )
+    ),
+    (HALF, {"model.loss_scale": 1024}, True),
+    ({"model.dtype": "float32"}, {"model.head_dtype": "float32"}, False),
+    (TOP_K, {"filter.rollout_filter_selection_eps": 0.5}, False),
+    ({"model.lora_rank": 8}, {"model.lora_alpha": 32}, True),
+    ({"model.lora_rank": 8}, {"model.load_in_4bit": True}, True),
+    (LAKE, {"env.colors": 6}, False),
+    (LAKE, {"env.success_rate": 0.5}, True),
+]
+
+
+@pytest.mark.parametrize(("base", "change", "is_hashed"), HASHED, ids=str)
+def test_the_hash_names_what_can_change_a_result(
+    base: dict[str, object], change: dict[str, object], is_hashed: bool
+) -> None:
+    config = apply_overrides(RunConfig(), base)
+    changed = apply_overrides(config, change)
+    assert changed != config
+    assert (changed.compute_hash() != config.compute_hash()) == is_hashed
+
+
+def test_runs_keep_the_hash_from_before_adapters_existed() -> None:
+    model = RunConfig().dump_for_hash()["model"]
+    assert "prompt_style" in model
+    assert not [name for name in model if name.startswith("lora") or name == "load_in_4bit"]
+
+
+@pytest.mark.parametrize("config", [RunConfig(), UpdateRuleConfig()], ids=["language model", "update rules"])
+def test_states_by_seconds_can_be_turned_off(config: BaseRunConfig) -> None:
+    timed = apply_overrides(config, {"trainer.resume_seconds": "2.5"})
+    assert timed.trainer.resume_seconds == 2.5
+    assert apply_overrides(timed, {"trainer.resume_seconds": "null"}).trainer.resume_seconds is None
+    assert timed.compute_hash() == config.compute_hash()
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("all-linear", "all-linear"),
+        ("['all-linear']", "all-linear"),
+        ("q_proj", ("q_proj",)),
+        ("[v_proj,q_proj,v_proj]", ("q_proj", "v_proj")),
+        (["down_proj", "o_proj"], ("o_proj", "down_proj")),
+    ],
+)
+def test_layers_are_chosen_by_name(typed: object, expected: object) -> None:
+    for key in ("model.lora_target_modules", "actor_rollout_ref.model.target_modules", "lora.target_modules"):
+        assert apply_overrides(RunConfig(), {key: typed}).model.lora_target_modules == expected
+
+
+@pytest.mark.slow
+def test_a_run_without_adapters_does_not_import_peft() -> None:
+    code = (
+        "import sys; from tests.fakes.trainers import make_quiet_trainer; make_quiet_trainer().step(); "
+        "print('peft' in sys.modules)"
+    )
+    root = Path(__file__).parents[3]
+    process = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "False"

@@ -1,8 +1,6 @@
-import json
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,18 +8,25 @@ import pytest
 import torch
 
 from tests.fakes.scripted import make_small_config
-from tests.fakes.trainers import drop_times, make_quiet_trainer, replay_step, run_steps
+from tests.fakes.trainers import drop_times, make_quiet_trainer, replay_step
 from tests.oracles import mutual_information as oracle
 from tests.trainable.diagnostics.conftest import Rollout
+from tests.trainable.diagnostics.test_cross_scores import score_naively
 from trainable.config.sections import CollapseDetectionConfig
-from trainable.diagnostics.collapse import Diagnosis, diagnose_episodes, is_due
+from trainable.diagnostics.collapse import (
+    Diagnosis,
+    ThoughtPairs,
+    diagnose_episodes,
+    is_due,
+    read_turns,
+    sample_first_turn_pairs,
+    sample_trajectory_pairs,
+)
 from trainable.diagnostics.gradient_analysis import DIAGNOSTICS
-from trainable.diagnostics.thoughts import ThoughtPairs, read_turns, sample_first_turn_pairs, sample_trajectory_pairs
 from trainable.language_model import TRAINER as LANGUAGE_MODEL
 from trainable.models.load import load_policy
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
-from trainable.rollout.episode import Episode
 from trainable.runs.collapse_quantities import EXTRA_QUANTITIES, QUANTITIES
 from trainable.runs.records import DEFAULT_STEP_COLUMNS, STEP_COLUMNS, TIME_COLUMNS
 
@@ -56,22 +61,15 @@ def draw_pairs(rollout: Rollout, seed: int = 0) -> dict[str, ThoughtPairs]:
     }
 
 
-def score_full_sequences(model: Qwen2, pairs: ThoughtPairs) -> list[list[float]]:
-    """Compute the log-prob of every thought after every prompt, each pair as one full sequence."""
-    return [[_score(model, prompt, thought) for prompt in pairs.prompts] for thought in pairs.thoughts]
-
-
-def _score(model: Qwen2, prompt: np.ndarray, thought: np.ndarray) -> float:
-    sequence = torch.from_numpy(np.concatenate((prompt, thought)))[None]
-    with torch.no_grad():
-        states = model.model.compute_hidden_states(sequence, torch.arange(len(prompt) - 1, sequence.shape[1] - 1))
-        log_probs = model.lm_head(states).log_softmax(-1).double()
-    return float(log_probs.gather(-1, torch.from_numpy(thought)[:, None]).sum())
+def score_pairs(model: Qwen2, pairs: ThoughtPairs) -> list[list[float]]:
+    prompts, thoughts = ([tokens.tolist() for tokens in sequences] for sequences in (pairs.prompts, pairs.thoughts))
+    scores: list[list[float]] = score_naively(model, prompts, thoughts).tolist()
+    return scores
 
 
 def compute_literal_quantities(model: Qwen2, pairs: ThoughtPairs) -> dict[str, float]:
     """Compute every quantity of a first diagnosis except the control, from full sequences and slow formulas."""
-    sums, own_columns, classes = score_full_sequences(model, pairs), pairs.own_columns.tolist(), pairs.classes.tolist()
+    sums, own_columns, classes = score_pairs(model, pairs), pairs.own_columns.tolist(), pairs.classes.tolist()
     quantities = oracle.mutual_information(sums, [len(thought) for thought in pairs.thoughts], own_columns)
     return {**quantities, **compute_smoothed([quantities]), **oracle.retrieval(sums, own_columns, classes)}
 
@@ -131,9 +129,7 @@ def test_the_shuffled_control_has_its_expected_accuracy(rollout: Rollout, sample
     pairs = draw_pairs(partial_rollout)[sample]
     classes = pairs.classes.tolist()
     own_classes = [classes[column] for column in pairs.own_columns]
-    predicted_classes = [
-        classes[oracle.select_top_k(scores, 1)[0]] for scores in score_full_sequences(rollout.model, pairs)
-    ]
+    predicted_classes = [classes[oracle.select_top_k(scores, 1)[0]] for scores in score_pairs(rollout.model, pairs)]
     expected = (
         sum(predicted_classes.count(class_id) * own_classes.count(class_id) for class_id in set(classes))
         / len(own_classes) ** 2
@@ -177,16 +173,6 @@ def test_averages_start_at_the_first_std_and_keep_nine_tenths(rollout: Rollout) 
             == second_quantities["marginal_std_ema"]
             != first_quantities["marginal_std"]
         )
-
-
-def test_averages_are_returned_and_the_inputs_do_not_change(rollout: Rollout) -> None:
-    first = diagnose(rollout, 0)
-    copied_averages = json.loads(json.dumps(first.averages))
-    diagnoses = [diagnose(rollout, 1, averages) for averages in (first.averages, copied_averages)]
-    assert drop_times(diagnoses[0].row) == drop_times(diagnoses[1].row)
-    assert first.averages == copied_averages != diagnoses[0].averages
-    assert diagnoses[0].averages == diagnoses[1].averages
-    assert all(len(state) == 3 for state in copied_averages.values())
 
 
 def test_a_sample_that_is_not_measured_leaves_its_average_as_it_was(rollout: Rollout) -> None:
@@ -236,12 +222,6 @@ def test_model_gradients_and_global_randomness_are_left_alone(training: bool) ->
         assert weight.requires_grad
         assert weight.grad is weights_and_gradients[name][1]
         assert weight.grad is None or torch.equal(weight.grad, gradient_copies[name])
-
-
-def test_a_diagnosed_run_trains_as_one_that_is_not() -> None:
-    trainer, other = make_quiet_trainer(), make_quiet_trainer()
-    diagnose(Rollout(trainer.model, trainer.codec, replay_step(trainer, 1)))
-    assert run_steps(trainer, 2) == run_steps(other, 2)
 
 
 # ---------------------------------------------------------------------------- columns and steps
@@ -354,58 +334,3 @@ def test_scores_that_are_not_finite_are_left_out(rollout: Rollout) -> None:
 def test_step_1_and_every_so_many_are_due(freq: int, first_turn: bool, multi_turn: bool, due: list[int]) -> None:
     settings = CollapseDetectionConfig(compute_freq=freq, first_turn_enabled=first_turn, multi_turn_enabled=multi_turn)
     assert [step for step in range(1, 11) if is_due(step, settings)] == due
-
-
-# ---------------------------------------------------------------------------- the model's context
-
-
-def limit_context(rollout: Rollout, tokens: int) -> Rollout:
-    """Return the rollout with a copy of its policy that has a context of `tokens`."""
-    model = Qwen2(replace(rollout.model.shape, max_position_embeddings=tokens))
-    model.load_state_dict(rollout.model.state_dict())
-    return rollout._replace(model=model)
-
-
-def lengthen(episode: Episode, count: int) -> Episode:
-    """Prepend `count` copies of the first token to the episode."""
-    return episode._replace(
-        tokens=np.concatenate((np.repeat(episode.tokens[:1], count), episode.tokens)),
-        mask=np.concatenate((np.zeros(count, dtype=bool), episode.mask)),
-        turns=np.concatenate((np.zeros(count, dtype=np.int64), episode.turns)),
-    )
-
-
-def select_fitting_pairs(pairs: ThoughtPairs, context: int) -> ThoughtPairs:
-    """Select the pairs whose prompt leaves room for the longest thought."""
-    longest = max(len(thought) for thought in pairs.thoughts)
-    columns = [number for number, prompt in enumerate(pairs.prompts) if len(prompt) + longest <= context]
-    rows = [row for row, column in enumerate(pairs.own_columns.tolist()) if column in columns]
-    return ThoughtPairs(
-        tuple(pairs.prompts[column] for column in columns),
-        tuple(pairs.thoughts[row] for row in rows),
-        np.array([columns.index(pairs.own_columns[row]) for row in rows]),
-        pairs.classes[columns],
-    )
-
-
-@pytest.mark.long
-def test_prompts_without_room_for_the_longest_thought_are_left_out(rollout: Rollout) -> None:
-    long_rollout = rollout._replace(
-        episodes=[lengthen(episode, 60 * (episode.group == 1)) for episode in rollout.episodes]
-    )
-    for sample, pairs in draw_pairs(long_rollout).items():
-        longest = max(len(thought) for thought in pairs.thoughts)
-        sizes = sorted({len(prompt) + longest for prompt in pairs.prompts})
-        fitting_context, exceeding_context = sizes[-2:]
-        expected = compute_literal_quantities(long_rollout.model, select_fitting_pairs(pairs, fitting_context))
-        assert 2 <= len(select_fitting_pairs(pairs, fitting_context).prompts) < len(pairs.prompts)
-        for context in (fitting_context, exceeding_context - 1):
-            assert_quantities_close(select_sample(diagnose(limit_context(long_rollout, context)).row, sample), expected)
-        assert_quantities_close(
-            select_sample(diagnose(limit_context(long_rollout, exceeding_context)).row, sample),
-            compute_literal_quantities(long_rollout.model, pairs),
-        )
-
-
-def test_a_context_without_room_for_any_prompt_gives_no_quantities(rollout: Rollout) -> None:
-    assert diagnose(limit_context(rollout, 8)).row.keys() == COVERAGE_COLUMNS | FIRST_TURN_COUNTS | TIME_NAMES

@@ -17,10 +17,10 @@ from trainable.backend.meter import Meter
 from trainable.config.seeds import make_rng
 from trainable.diagnostics.gradient_analysis import _replace_nonfinite as finite_or_missing
 from trainable.diagnostics.gradient_probe import FOLDS, ProbeResult, probe_gradients
-from trainable.ppo.evaluation import reshape_by_group
 from trainable.ppo.targets import PreparedBatch
 from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import make_passes, make_weighted_passes
+from trainable.rollout.episode import reshape_by_group
 
 GROUPS, SIZE = 7, 4
 ANALYSIS: dict[str, object] = {

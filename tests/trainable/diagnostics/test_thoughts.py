@@ -2,14 +2,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.strategies.algo import examples
 from tests.trainable.diagnostics.conftest import Rollout
-from trainable.diagnostics.cross_scores import compute_cross_scores
-from trainable.diagnostics.thoughts import (
+from trainable.diagnostics.collapse import (
     Turn,
     compute_thought_coverage,
     read_turns,
@@ -128,13 +124,6 @@ def test_a_prompt_is_the_whole_conversation_up_to_the_forced_start() -> None:
     assert np.array_equal(np.concatenate((second.prompt, second.thought)), episode.tokens[: len(second.prompt) + 1])
 
 
-@examples
-@given(st.text("UDLR P3\n", max_size=8), st.sampled_from([END_OF_MESSAGE, "</think>", "</think><answer>"]))
-def test_thoughts_round_trip_through_tokens(reply: str, end: str) -> None:
-    expected = reply.strip() if end != END_OF_MESSAGE else ""
-    assert [text.strip() for text in read_thoughts([reply + end])] == [expected]
-
-
 # ---------------------------------------------------------------------------- counting and sampling
 
 
@@ -234,17 +223,6 @@ def test_a_turn_drawn_twice_has_two_columns_of_one_class() -> None:
     assert len(set(class_of_prompt.values())) == len(class_of_prompt)
 
 
-def test_sampling_is_reproduced_by_its_generator() -> None:
-    episodes = make_episodes(30)
-    for sample in (
-        lambda rng: sample_first_turn_pairs(episodes, range(30), 5, rng),
-        lambda rng: sample_trajectory_pairs(episodes, 5, rng),
-    ):
-        first, repeated, other = (sample(np.random.default_rng(seed)) for seed in (3, 3, 4))
-        assert np.array_equal(np.concatenate(first.thoughts), np.concatenate(repeated.thoughts))
-        assert np.concatenate(first.thoughts).tolist() != np.concatenate(other.thoughts).tolist()
-
-
 def test_no_valid_turn_gives_no_pairs() -> None:
     for pairs in (
         sample_first_turn_pairs([EPISODES[1]], [0], 64, np.random.default_rng(0)),
@@ -262,19 +240,3 @@ def test_thoughts_of_a_rollout_equal_those_of_its_texts(rollout: Rollout) -> Non
         for text, turn in zip(episode.texts, turns, strict=True):
             expected = text.split("</think>")[0].strip() if "</think>" in text else ""
             assert codec.decode([turn.thought])[0].strip() == expected
-
-
-def test_the_score_of_a_thought_after_its_prompt_is_that_of_the_sampler(rollout: Rollout) -> None:
-    model, codec, episodes = rollout
-    num_compared = 0
-    for episode, turns in zip(episodes, read_turns(episodes, codec), strict=True):
-        for turn in turns:
-            start = len(turn.prompt)
-            stop = start + len(turn.thought)
-            if turn.is_valid and np.array_equal(episode.tokens[start:stop], turn.thought):
-                logprob_sum = compute_cross_scores(model, [turn.prompt], [turn.thought])
-                assert float(logprob_sum) == pytest.approx(
-                    float(episode.logprobs[start:stop].sum()), rel=1e-4, abs=1e-4
-                )
-                num_compared += 1
-    assert num_compared > 20

@@ -4,16 +4,17 @@ from trainable.config.run_config import RunConfig
 from trainable.config.sections import EnvConfig, TrainerConfig
 from trainable.envs import level_sets
 from trainable.envs.environment import FIRST_TEST_SEED
-from trainable.envs.sokoban import held_out
 from trainable.envs.sokoban.game import Sokoban
-from trainable.envs.sokoban.generate import generate_levels
+from trainable.envs.sokoban.generate import TEST_SEEDS_FILE, generate_levels, main, make_test_levels
 
 SOKOBAN = Sokoban()
+SEEDS = range(1_010_000, 1_010_256)
+"""The first training levels of a run with seed 1."""
 
 
 @pytest.fixture(scope="module")
 def test_keys():
-    return level_sets.collect_level_keys(held_out.make_test_levels())
+    return level_sets.collect_level_keys(make_test_levels())
 
 
 @pytest.fixture(scope="module")
@@ -29,18 +30,6 @@ def list_boards(levels):
     return [level.cells.tobytes() for level in levels]
 
 
-@pytest.mark.parametrize("env_groups", [4, 8])
-def test_training_seeds_shift_by_the_groups_of_a_step(env_groups):
-    steps = [list_seeds(level_sets.make_training_levels(SOKOBAN, 0, step, env_groups)) for step in (1, 2, 3)]
-    assert steps == [list(range(10_000 + env_groups * t, 10_000 + env_groups * (t + 1))) for t in range(3)]
-
-
-def test_training_seeds_of_another_seed_index_and_base():
-    assert level_sets.compute_training_seed(0, 3199) == 13_199
-    assert level_sets.compute_training_seed(2, 5) == 2_010_005
-    assert list_seeds(level_sets.make_training_levels(SOKOBAN, 1, 2, 3, base=500)) == [1_000_503, 1_000_504, 1_000_505]
-
-
 def test_validation_levels_are_the_published_seeds():
     assert list_seeds(level_sets.make_validation_levels(SOKOBAN)) == list(range(123, 635))
     assert list_seeds(level_sets.make_validation_levels(SOKOBAN, 3, base=1000)) == [1000, 1001, 1002]
@@ -52,7 +41,11 @@ def test_a_run_has_the_level_seeds_of_its_configuration(monkeypatch, seed):
     config = RunConfig(seed=seed, env=env, trainer=TrainerConfig(total_training_steps=4))
     monkeypatch.setattr(level_sets, "collect_excluded_keys", lambda *_: frozenset())  # none is replaced
     levels = level_sets.make_run_levels(SOKOBAN, config)
-    assert [seed for step in levels.training for seed in list_seeds(step)] == [*config.training_level_seeds]
+    first = 700 + 1_000_000 * seed
+    assert [list_seeds(step) for step in levels.training] == [
+        [first + 3 * step, first + 3 * step + 1, first + 3 * step + 2] for step in range(4)
+    ]
+    assert config.training_level_seeds == range(first, first + 12)
     assert list_seeds(levels.validation) == [*config.validation_level_seeds]
     assert min(list_seeds(levels.test)) >= FIRST_TEST_SEED
 
@@ -69,42 +62,34 @@ def test_no_setting_gives_training_or_validation_the_seeds_of_test_levels():
 
 
 def test_test_levels_are_distinct_and_met_nowhere_else(test_keys, published_keys):
-    assert len(test_keys) == len(held_out.make_test_levels()) == 512
+    assert len(test_keys) == len(make_test_levels()) == 512
     assert not test_keys & level_sets.collect_level_keys(level_sets.make_validation_levels(SOKOBAN))
     assert not test_keys & published_keys
-    assert min(list_seeds(held_out.make_test_levels())) >= 900_000_000
+    assert min(list_seeds(make_test_levels())) >= 900_000_000
 
 
 @pytest.mark.long
 def test_the_shipped_seeds_are_what_the_search_finds(capsys):
-    held_out.main([])
-    assert capsys.readouterr().out == held_out.TEST_SEEDS_FILE.read_text(encoding="utf-8")
-    assert list_seeds(level_sets.find_test_levels(generate_levels, 24)) == list_seeds(held_out.make_test_levels(24))
-
-
-@pytest.mark.long
-def test_write_writes_the_shipped_file(monkeypatch, tmp_path):
-    shipped_bytes = held_out.TEST_SEEDS_FILE.read_bytes()
-    monkeypatch.setattr(held_out, "TEST_SEEDS_FILE", tmp_path / "seeds.json")
-    held_out.main(["--write"])
-    assert (tmp_path / "seeds.json").read_bytes() == shipped_bytes
+    main()
+    assert capsys.readouterr().out == TEST_SEEDS_FILE.read_text(encoding="utf-8")
+    assert list_seeds(level_sets.find_test_levels(generate_levels, 24)) == list_seeds(make_test_levels(24))
 
 
 def test_fewer_test_levels_are_the_first_ones():
-    assert list_boards(held_out.make_test_levels(5)) == list_boards(held_out.make_test_levels())[:5]
+    assert list_boards(make_test_levels(5)) == list_boards(make_test_levels())[:5]
 
 
 @pytest.mark.long
 def test_published_training_levels_stay_as_published(test_keys):
     published_levels = generate_levels(range(10_000, 13_200))
-    assert list_boards(level_sets.make_training_levels(SOKOBAN, 0, 1, 3200, excluded_keys=test_keys)) == list_boards(
+    assert list_boards(level_sets.make_training_levels(SOKOBAN, range(10_000, 13_200), test_keys)) == list_boards(
         published_levels
     )
 
 
 def test_other_training_levels_are_replaced_where_they_are_test_levels(test_keys):
-    unfiltered_levels = level_sets.make_training_levels(SOKOBAN, 1, 1, 256)
-    filtered_levels = level_sets.make_training_levels(SOKOBAN, 1, 1, 256, excluded_keys=test_keys)
+    unfiltered_levels = level_sets.make_training_levels(SOKOBAN, SEEDS)
+    filtered_levels = level_sets.make_training_levels(SOKOBAN, SEEDS, test_keys)
     replacements = [
         (old_level, new_level)
         for old_level, new_level in zip(unfiltered_levels, filtered_levels, strict=True)
@@ -121,23 +106,19 @@ def test_other_training_levels_are_replaced_where_they_are_test_levels(test_keys
 
 
 def test_a_replacement_depends_on_its_own_seed_only(test_keys):
-    levels = level_sets.make_training_levels(SOKOBAN, 1, 1, 64, excluded_keys=test_keys)
-    levels_by_step = [
-        level
-        for step in range(1, 9)
-        for level in level_sets.make_training_levels(SOKOBAN, 1, step, 8, excluded_keys=test_keys)
-    ]
-    assert list_boards(levels_by_step) == list_boards(levels)
-    assert list_seeds(levels_by_step) == list_seeds(levels)
+    levels = level_sets.make_training_levels(SOKOBAN, SEEDS[:64], test_keys)
+    separate_levels = [level_sets.make_training_levels(SOKOBAN, [seed], test_keys)[0] for seed in SEEDS[:64]]
+    assert list_boards(separate_levels) == list_boards(levels)
+    assert list_seeds(separate_levels) == list_seeds(levels)
 
 
 def test_a_replacement_is_the_first_seed_that_is_allowed():
-    (level,) = level_sets.make_training_levels(SOKOBAN, 1, 1, 1)
+    (level,) = level_sets.make_training_levels(SOKOBAN, SEEDS[:1])
     first_seed = 1_000_000_000 + level.seed
     candidates = generate_levels(range(first_seed, first_seed + 20))
     excluded_keys = frozenset({level.key, candidates[0].key})
     expected = next(candidate for candidate in candidates if candidate.key not in excluded_keys)
-    assert list_seeds(level_sets.make_training_levels(SOKOBAN, 1, 1, 1, excluded_keys=excluded_keys)) == [expected.seed]
+    assert list_seeds(level_sets.make_training_levels(SOKOBAN, SEEDS[:1], excluded_keys)) == [expected.seed]
 
 
 def test_demonstrations_show_no_validation_or_test_level(test_keys):
@@ -154,21 +135,3 @@ def test_demonstrations_go_on_where_a_call_ended():
     )
     assert list_boards(first_levels) + list_boards(later_levels) == list_boards(levels)
     assert level_sets.make_demonstration_levels(SOKOBAN, 0) == []
-
-
-@pytest.mark.parametrize(
-    ("function", "arguments", "message"),
-    [
-        (level_sets.compute_training_seed, (-1, 0), "seed index -1"),
-        (level_sets.compute_training_seed, (0, 1_000_000), "group 1000000"),
-        (level_sets.compute_training_seed, (700, 0), "below 700000000"),
-        (level_sets.make_training_levels, (SOKOBAN, 0, 0, 8), "step 0"),
-        (level_sets.make_training_levels, (SOKOBAN, 0, 1, 0), "0 groups"),
-        (held_out.make_test_levels, (513,), "between 0 and 512"),
-        (level_sets.make_demonstration_levels, (SOKOBAN, -1), "-1 demonstration levels"),
-        (level_sets.make_demonstration_levels, (SOKOBAN, 3, 200_000_000), "test seeds"),
-    ],
-)
-def test_bad_arguments_are_named(function, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        function(*arguments)

@@ -79,13 +79,6 @@ def test_the_first_match_counts() -> None:
     )
 
 
-def test_the_limit_is_an_argument() -> None:
-    text = make_answer("Up || Down || Jump || Left")
-    assert read(text, 1).actions == (UP,)
-    assert read(text, 3) == ParsedReply("why", (UP, DOWN), True)
-    assert read(text, 9) == ParsedReply("why", (UP, DOWN, LEFT), True)
-
-
 def parse_literally(text: str, limit: int) -> tuple[list[str], bool]:
     """Parse by the published rules, character by character: action names, and whether the penalty is due."""
     open_answer, close_answer, close_thought = "<answer>", "</answer>", "</think>"
@@ -106,26 +99,8 @@ def parse_literally(text: str, limit: int) -> tuple[list[str], bool]:
 
 
 PIECES: Sequence[str] = (
-    "<think>",
-    "</think>",
-    "<answer>",
-    "</answer>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "||",
-    "|",
-    " ",
-    "\n",
-    "Up",
-    "down",
-    "LEFT",
-    "Right",
-    "Jump",
-    "none",
-    "√",
-    "\x00",
-    "<",
-    ">",
+    *("<think>", "</think>", "<answer>", "</answer>", "<|im_start|>", "<|im_end|>", "||", "|", " ", "\n"),
+    *("Up", "down", "LEFT", "Right", "Jump", "none", "√", "\x00", "<", ">"),
 )
 replies = st.one_of(
     st.lists(st.sampled_from(PIECES), max_size=14).map("".join),
@@ -148,8 +123,6 @@ def test_any_text_is_read_by_the_rules(text: str, limit: int) -> None:
 def test_a_well_formed_reply_is_read_back(actions: list[str], thought: str) -> None:
     assert read(format_reply(thought, actions), 3) == ParsedReply(thought.strip(), tuple(actions), False)
 
-
-# ---------------------------------------------------------------------------- prompts
 
 FULL_OPENING = """<|im_start|>system
 You are a helpful assistant. You are solving a Sokoban puzzle: move the player so that every box stands on a target. \

@@ -66,57 +66,29 @@ def test_a_record_needs_a_key_other_than_the_checksum(tmp_path: Path, record: di
         append_line(tmp_path / "lines", record, LineEnd())
 
 
-def change_digit(lines: list[bytes]) -> None:
-    lines[1] = lines[1].replace(b"0.2", b"0.3")
-
-
-def swap_lines(lines: list[bytes]) -> None:
-    lines[1], lines[2] = lines[2], lines[1]
-
-
-def drop_line(lines: list[bytes]) -> None:
-    del lines[1]
-
-
-def drop_first_line(lines: list[bytes]) -> None:
-    del lines[0]
-
-
-def write_zeros(lines: list[bytes]) -> None:
-    lines[1] = lines[1][:10] + bytes(10) + lines[1][20:]
-
-
-def change_checksum(lines: list[bytes]) -> None:
-    lines[1] = lines[1][:-4] + (b'0"}\n' if lines[1][-4:] != b'0"}\n' else b'1"}\n')
-
-
-def break_checksum(lines: list[bytes]) -> None:
-    lines[1] = lines[1][:-4] + b'x"}\n'
-
-
-def repeat_earlier_line(lines: list[bytes]) -> None:
-    lines.insert(2, lines[0])
+def edit(line: int, change: Callable[[bytes], bytes]) -> Callable[[list[bytes]], list[bytes]]:
+    """Change one line, by its index."""
+    return lambda lines: [*lines[:line], change(lines[line]), *lines[line + 1 :]]
 
 
 @pytest.mark.parametrize(
     ("change", "damaged", "steps"),
     [
-        (change_digit, [2], [1, 3, 4]),
-        (swap_lines, [2, 3, 4], [1]),
-        (drop_line, [2], [1, 4]),
-        (drop_first_line, [1], [3, 4]),
-        (write_zeros, [2], [1, 3, 4]),
-        (change_checksum, [2, 3], [1, 4]),
-        (break_checksum, [3], [1, 4]),
-        (repeat_earlier_line, [3, 4], [1, 2, 4]),
+        (edit(1, lambda line: line.replace(b"0.2", b"0.3")), [2], [1, 3, 4]),
+        (edit(1, lambda line: line[:10] + bytes(10) + line[20:]), [2], [1, 3, 4]),
+        (edit(1, lambda line: line[:-4] + (b'0"}\n' if line[-4:] != b'0"}\n' else b'1"}\n')), [2, 3], [1, 4]),
+        (edit(1, lambda line: line[:-4] + b'x"}\n'), [3], [1, 4]),
+        (lambda lines: [lines[0], lines[2], lines[1], lines[3]], [2, 3, 4], [1]),
+        (lambda lines: [lines[0], *lines[2:]], [2], [1, 4]),
+        (lambda lines: lines[1:], [1], [3, 4]),
+        (lambda lines: [*lines[:2], lines[0], *lines[2:]], [3, 4], [1, 2, 4]),
     ],
+    ids=["digit", "zeros", "checksum", "no checksum", "swapped", "lost", "first lost", "repeated"],
 )
 def test_a_change_is_named_by_its_line(
-    path: Path, change: Callable[[list[bytes]], None], damaged: list[int], steps: list[int]
+    path: Path, change: Callable[[list[bytes]], list[bytes]], damaged: list[int], steps: list[int]
 ) -> None:
-    raw = path.read_bytes().splitlines(keepends=True)
-    change(raw)
-    path.write_bytes(b"".join(raw))
+    path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
     lines = read_lines(path)
     assert lines.damaged_numbers == damaged
     assert [record["step"] for record in lines.records] == steps
@@ -238,13 +210,6 @@ def test_an_end_right_after_abandoned_lines_is_contained(path: Path) -> None:
         assert lines.records == RECORDS[:valid_count]
         path.unlink()
         append_all(path, RECORDS)
-
-
-def test_all_lines_can_be_abandoned(path: Path) -> None:
-    end = abandon_lines(path, LineEnd(), read_lines(path).end)
-    assert read_lines(path).records == []
-    append_line(path, {"step": 1}, end)
-    assert read_lines(path).records == [{"step": 1}]
 
 
 def test_rewritten_lines_form_a_chain_of_their_own(path: Path) -> None:

@@ -3,14 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from trainable.files.json_values import (
-    MAX_BYTES,
-    DamagedFileError,
-    find_object,
-    read_json,
-    read_object,
-    write_object,
-)
+from trainable.files.json_values import MAX_BYTES, DamagedFileError, find_object, read_json, read_object, write_object
 from trainable.files.paths import UnsafePathError
 
 

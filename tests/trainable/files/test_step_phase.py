@@ -50,11 +50,3 @@ def test_only_the_phase_of_the_step_under_way_is_read(tmp_path: Path) -> None:
     assert read_phase(tmp_path, 3) == ""
     (tmp_path / "file").touch()
     write_phase(tmp_path / "file", 3, "x")  # cannot be written, as on a full disk
-
-
-def test_a_link_in_a_run_folder_is_not_followed(tmp_path: Path) -> None:
-    (elsewhere := tmp_path / "elsewhere").mkdir()
-    write_phase(elsewhere, 1, "secret")
-    (run := tmp_path / "run").mkdir()
-    (run / "phase.json").symlink_to(elsewhere / "phase.json")
-    assert read_phase(run, 1) == ""

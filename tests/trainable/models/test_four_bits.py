@@ -12,13 +12,13 @@ from torch import nn
 from tests.fakes.hub_models import ARCHITECTURES, make_model, write_model
 from tests.fakes.scripted import clone_tensors, make_small_config
 from tests.fakes.trainers import drop_times, is_finite, make_quiet_trainer
+from tests.trainable.models.test_lora import KL, merge_into_copy, set_adapters
 from tests.tune_study.placement.test_memory import make_paper_config, read_shape
-from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
+from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.models.interface import PassSettings
 from trainable.models.load import load_policy
 from trainable.models.lora import (
     FourBitLinear,
-    find_adapters,
     iter_hub_weights,
     iter_merged_weights,
     make_adapted_policy,
@@ -37,8 +37,7 @@ TOKENS = torch.randint(0, 190, (3, 11), generator=torch.Generator().manual_seed(
 
 
 def make_trainer(**overrides: object) -> PPOTrainer:
-    kl = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1, "actor__kl_loss_type": "low_var_kl"}
-    return make_quiet_trainer(**{**SETTINGS, **kl, **overrides})
+    return make_quiet_trainer(**{**SETTINGS, **KL, **overrides})
 
 
 def make_layer(inputs: int = 128, outputs: int = 64, *, bias: bool = True) -> nn.Linear:
@@ -50,12 +49,7 @@ def make_policy(dtype: torch.dtype = torch.float32, *, in_4_bits: bool = True) -
     """The shipped policy with adapters whose product is not 0."""
     model = load_policy("sokoban-tiny", CPU, PassSettings(dtype)).model
     settings = make_small_config(model__lora_rank=4, model__load_in_4bit=in_4_bits).model
-    policy = make_adapted_policy(make_frozen_base(model, settings, CPU), settings, np.random.default_rng(1))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for _, layer in find_adapters(policy):
-            layer.lora_B["default"].weight.normal_(0.0, 0.1, generator=generator)
-    return policy
+    return set_adapters(make_adapted_policy(make_frozen_base(model, settings, CPU), settings, np.random.default_rng(1)))
 
 
 def compute_logits(model: Qwen2) -> torch.Tensor:
@@ -94,8 +88,7 @@ def test_a_policy_has_the_logits_of_its_merged_weights(dtype: torch.dtype) -> No
     merged = dict(iter_merged_weights(policy))
     assert merged.keys() == Qwen2(policy.shape).state_dict().keys()
     assert all(weight.is_floating_point() for weight in merged.values())
-    dense = Qwen2(policy.shape)
-    dense.load_state_dict(merged)
+    dense = merge_into_copy(policy)
     with torch.no_grad():
         difference = (compute_logits(policy) - compute_logits(dense)).abs()
         distance = (compute_logits(policy) - compute_logits(make_policy(dtype, in_4_bits=False))).abs()
@@ -175,7 +168,7 @@ def test_the_plan_counts_the_bytes_of_the_base() -> None:
 def count_copied_bytes(shape: ModelShape, config: RunConfig) -> int:
     """Count the bytes of the copies of weights in passes without gradients, among them the largest unpacked layer."""
     (copies,) = (item for item in memory.list_allocations(shape, config, 2**30) if item.name == "copies of weights")
-    return copies.gpu_bytes[memory.VALUES]
+    return copies.values
 
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128}
@@ -209,19 +202,6 @@ def test_models_of_other_architectures_have_planned_bytes_and_merged_weights(mod
     assert all(weight.is_floating_point() for weight in merged.values())
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"model.lora_rank": 0}, "a run without adapters has none: set model.lora_rank=64"),
-        ({"trainer.strategy": "deepspeed"}, "updates in torch alone"),
-        ({"trainer.n_gpus_per_node": 2, "trainer.device": "auto"}, "updates in torch alone"),
-    ],
-)
-def test_what_cannot_be_in_4_bits_is_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        apply_overrides(RunConfig(), {"model.lora_rank": 4, "model.load_in_4bit": True, **settings})
-
-
 def test_what_the_machine_or_the_model_lacks_is_said_before_a_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -234,7 +214,7 @@ def test_what_the_machine_or_the_model_lacks_is_said_before_a_start(
         check(str(write_model(make_model("llama"), tmp_path)))
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        "trainable.config.model_limits.find_spec",
+        "trainable.models.qwen2_shape.find_spec",
         lambda name, *rest: None if name == "bitsandbytes" else find_spec(name, *rest),
     )
     with pytest.raises(PlanError, match=r"type `pip install 'bitsandbytes.*`, or --set model\.load_in_4bit=false"):
@@ -249,10 +229,3 @@ def test_rows_that_end_within_a_block_are_refused() -> None:
     """The kernel for CPUs returned wrong numbers for them, so this must not become possible unnoticed."""
     with pytest.raises(ValueError, match="multiple of 64, and this model has one of 96"):
         FourBitLinear(make_layer(96), torch.float32, CPU)
-
-
-def test_runs_without_it_keep_their_hash() -> None:
-    plain = apply_overrides(RunConfig(), {"model.lora_rank": 4})
-    packed = apply_overrides(plain, {"model.load_in_4bit": True})
-    assert "load_in_4bit" not in plain.dump_for_hash()["model"]
-    assert plain.compute_hash() != packed.compute_hash()

@@ -10,9 +10,9 @@ from torch import nn
 from tests.fakes.hub_models import NO_SYSTEM_TEMPLATE, make_tokens, make_wrapped_model, write_small_model
 from tests.fakes.trainers import make_quiet_trainer, run_steps
 from trainable.algo.batching import split_by_tokens
-from trainable.config.model_limits import is_plain_qwen2
 from trainable.config.sections import ModelConfig
 from trainable.models.lora import get_base_weights, iter_hub_weights, make_adapted_policy, write_adapters
+from trainable.models.qwen2_shape import is_plain_qwen2
 from trainable.ppo import update
 from trainable.runs.flat_state import flatten_state, load_flat_state
 

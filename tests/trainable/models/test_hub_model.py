@@ -36,9 +36,6 @@ def assert_close(actual: Tensor, expected: Tensor, limit: float = 1e-4) -> None:
     torch.testing.assert_close(actual, expected, rtol=limit, atol=limit * float(expected.abs().max()))
 
 
-# ---------------------------------------------------------------------------- every architecture
-
-
 @pytest.fixture(scope="module", params=list(ARCHITECTURES))
 def model_pair(request: pytest.FixtureRequest) -> tuple[Any, HubModel]:
     return make_wrapped_model(request.param)
@@ -50,18 +47,6 @@ def test_logits_are_those_of_the_models_own_forward(model_pair: tuple[Any, HubMo
     with torch.no_grad():
         expected = causal(input_ids=tokens).logits.flatten(0, 1)[positions]
         assert_close(model.lm_head(model.model.compute_hidden_states(tokens, positions)), expected)
-
-
-def test_padding_on_the_right_changes_nothing(model_pair: tuple[Any, HubModel]) -> None:
-    _, model = model_pair
-    tokens = make_tokens(2, 12)
-    padded = tokens.clone()
-    padded[0, 7:] = 3
-    with torch.no_grad():
-        assert_close(
-            model.model.compute_hidden_states(padded, torch.arange(7)),
-            model.model.compute_hidden_states(tokens[:1, :7], torch.arange(7)),
-        )
 
 
 def test_gradients_are_those_of_the_models_own_forward(model_pair: tuple[Any, HubModel]) -> None:
@@ -169,9 +154,6 @@ def test_passes_in_bfloat16_are_near_those_in_float32(model_pair: tuple[Any, Hub
     assert float((cached - exact[[8, 17]]).norm() / exact[[8, 17]].norm()) < 0.1
 
 
-# ---------------------------------------------------------------------------- our own Qwen2 is the oracle
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_qwen2_through_transformers_is_our_own(tied: bool) -> None:
     reference_model = make_random_model(
@@ -193,8 +175,7 @@ def test_a_qwen2_through_transformers_is_our_own(tied: bool) -> None:
     assert dict(iter_hub_weights(wrapped_model)).keys() == dict(iter_hub_weights(reference_model)).keys()
     prompts, thoughts = [[5, 6, 7, 8], [9, 10]], [[20, 21, 22], [20, 21], [11]]
     assert_close(
-        compute_cross_scores(wrapped_model, prompts, thoughts),
-        compute_cross_scores(reference_model, prompts, thoughts),
+        compute_cross_scores(wrapped_model, prompts, thoughts), compute_cross_scores(reference_model, prompts, thoughts)
     )
     assert wrapped_model.shape.num_attention_heads == reference_model.shape.num_attention_heads
     assert sum(wrapped_model.shape.block_weights) == sum(reference_model.shape.block_weights)
@@ -213,9 +194,6 @@ def test_draws_are_those_of_our_own_qwen2() -> None:
     for reply, wrapped_reply in zip(*replies, strict=True):
         assert reply.token_ids.tolist() == wrapped_reply.token_ids.tolist()
         np.testing.assert_allclose(reply.logprobs, wrapped_reply.logprobs, rtol=1e-4, atol=1e-5)
-
-
-# ---------------------------------------------------------------------------- files
 
 
 def test_weights_are_those_of_the_files(tmp_path: Path) -> None:

@@ -86,10 +86,6 @@ def test_the_end_marker_of_the_chat_is_no_other_stop_token() -> None:
     assert policy.other_stop_tokens == ()
 
 
-def test_the_shipped_model_is_found_by_its_name() -> None:
-    assert (find_model("sokoban-tiny") / "model.safetensors").is_file()
-
-
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is not a model: it has no config\.json\. .*sokoban-tiny"):
         find_model(str(tmp_path))

@@ -47,7 +47,7 @@ from trainable.models.lora import (
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import TokenFunction, compute_at_trained_tokens
-from trainable.rollout.batch import collate
+from trainable.rollout.episode import collate
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 
 CPU = torch.device("cpu")
@@ -104,9 +104,6 @@ def make_tuned_trainer(**overrides: object) -> PPOTrainer:
     """Make a small trainer with adapters."""
     rates = {"actor__lr": 1e-3, "critic__lr": 1e-3}
     return make_quiet_trainer(**{"model__lora_rank": 4, **rates, **KL, **overrides})
-
-
-# ---------------------------------------------------------------------------- the formula
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -219,9 +216,6 @@ def test_adapters_are_drawn_from_the_generator_alone() -> None:
     assert 0.8 * 16**-0.5 < float(adapter.detach().abs().max()) <= 16**-0.5  # 16 input features
 
 
-# ---------------------------------------------------------------------------- one base
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_policy_critic_and_reference_hold_one_base(dtype: str) -> None:
     trainer = make_tuned_trainer(model__dtype=dtype)
@@ -304,9 +298,6 @@ def test_sharing_copies_no_tensor_and_keeps_modules_apart() -> None:
     shared = share_parameters(model)
     assert list_storages(shared) == list_storages(model)
     assert not {id(module) for module in model.modules()} & {id(module) for module in shared.modules()}
-
-
-# ---------------------------------------------------------------------------- a run
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.fakes.scripted import make_hub_twin, make_qwen2_shape, make_random_model
 from tests.strategies.examples import draw_examples
 from trainable.models.interface import PassSettings, ValueModel
-from trainable.models.packing import PackedRows, causal_attention, pack_rows
+from trainable.models.packing import causal_attention, pack_rows
 from trainable.models.qwen2 import Qwen2Trunk
 
 SIZES = make_qwen2_shape(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3)
@@ -62,9 +62,6 @@ def compute_relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-3))
 
 
-# ---------------------------------------------------------------------------- the layout
-
-
 def test_a_layout_by_hand() -> None:
     """Of four rows of 5, the first ends at position 2, the second is left out, the third ends at 0, the fourth at 2."""
     packed = pack_rows((4, 5), torch.tensor([2, 0, 17, 10, 2]))
@@ -111,9 +108,6 @@ def test_attention_is_the_softmax_over_a_rows_own_past() -> None:
     torch.testing.assert_close(actual, expected.flatten(1))
 
 
-# ---------------------------------------------------------------------------- beside each row alone
-
-
 @draw_examples(60)
 @given(row_lists())
 def test_hidden_states_and_gradients_are_those_of_each_row_alone(rows: Rows) -> None:
@@ -154,28 +148,6 @@ def test_padding_and_tokens_after_the_last_requested_position_change_no_bit(fill
     )
 
 
-def test_a_token_before_a_requested_position_changes_its_state_and_that_of_no_other_row() -> None:
-    tokens, positions = make_padded_tokens(UNEQUAL)
-    other_tokens = tokens.clone()
-    other_tokens[3, 2] = (tokens[3, 2] + 1) % 23
-    has_changed = (
-        MODEL.model.compute_hidden_states(tokens, positions)
-        - MODEL.model.compute_hidden_states(other_tokens, positions)
-    ).abs().amax(1) > 1e-6
-    assert has_changed.tolist() == [False, False, False, True, False, False, False, False]
-
-
-def test_the_order_of_rows_changes_nothing_but_their_order() -> None:
-    tokens, positions = make_padded_tokens(UNEQUAL)
-    order = torch.tensor([3, 5, 0, 2, 4, 1])
-    rows, columns = positions // 9, positions % 9
-    new_positions = torch.argsort(order)[rows] * 9 + columns
-    hidden_states = MODEL.model.compute_hidden_states(tokens[order], new_positions)
-    torch.testing.assert_close(
-        hidden_states, MODEL.model.compute_hidden_states(tokens, positions), rtol=1e-5, atol=1e-6
-    )
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_pass_without_requested_positions_has_a_zero_gradient_of_every_weight(recompute: bool) -> None:
     """All ranks of a run make the same number of passes and sum the gradients of all weights."""
@@ -187,24 +159,3 @@ def test_a_pass_without_requested_positions_has_a_zero_gradient_of_every_weight(
     for name, weight in model.named_parameters():
         assert weight.grad is not None, name
         assert not weight.grad.any(), name
-
-
-@pytest.mark.parametrize("pass_settings", [PassSettings(recompute=True), PassSettings(torch.bfloat16, True)], ids=str)
-def test_recomputed_and_bfloat16_passes_are_near(pass_settings: PassSettings) -> None:
-    tokens, positions = make_padded_tokens(UNEQUAL)
-    expected = MODEL.model.compute_hidden_states(tokens, positions)
-    expected_gradient = compute_gradient(MODEL.model, expected.square().sum())
-    model = make_random_model(SIZES, seed=5, std=0.2)
-    model.model.pass_settings = pass_settings
-    actual = model.model.compute_hidden_states(tokens, positions).float()
-    actual_gradient = compute_gradient(model.model, actual.square().sum())
-    limit = 0.05 if pass_settings.dtype == torch.bfloat16 else 1e-5
-    assert compute_relative_error(actual, expected) < limit
-    assert compute_relative_error(actual_gradient, expected_gradient) < limit
-
-
-def test_groups_are_views_of_the_stream() -> None:
-    """Attention is called once per length: rows of one length share the call, and no row is padded."""
-    packed: PackedRows = pack_rows((6, 9), make_padded_tokens(UNEQUAL)[1])
-    assert packed.length_groups == ((2, 1), (2, 6), (1, 9))
-    assert sum(count * length for count, length in packed.length_groups) == len(packed.source_indices) == 23

@@ -1,7 +1,6 @@
 """Passes in bfloat16 over float32 weights, blocks recomputed in the backward pass, and logits computed in chunks."""
 
 from collections.abc import Callable
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
@@ -30,10 +29,9 @@ from trainable.diagnostics.gradient_probe import ROUNDING_TOLERANCE, probe_gradi
 from trainable.models.interface import PassSettings
 from trainable.models.load import Policy, load_policy, make_critic, make_frozen_copy, make_pass_settings
 from trainable.models.qwen2 import Qwen2
-from trainable.ppo import update
 from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, compute_at_trained_tokens, update_critic
-from trainable.rollout.batch import Batch, collate
+from trainable.rollout.episode import Batch, collate
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 
@@ -205,7 +203,7 @@ def test_float16_is_nearer_to_float32_than_bfloat16() -> None:
     assert 1e-5 < error < bfloat16_error / 4  # three more bits of a fraction: 1/8
 
 
-def test_an_update_in_float16_is_near_and_nearer_than_one_in_bfloat16() -> None:
+def test_updates_in_half_precision_are_near_and_float16_is_nearer() -> None:
     settings = ActorConfig(**CUT, entropy_coeff=0.1, use_kl_loss=True, kl_loss_type="full")
     means = {}
     for pass_settings in (PassSettings(), FLOAT16, BFLOAT16):
@@ -217,6 +215,7 @@ def test_an_update_in_float16_is_near_and_nearer_than_one_in_bfloat16() -> None:
     for name in ("pg_loss", "entropy_loss", "actor_grad_norm"):
         assert means[FLOAT16][name] == pytest.approx(exact[name], rel=2e-3, abs=2e-3), name
         assert abs(means[FLOAT16][name] - exact[name]) < abs(means[BFLOAT16][name] - exact[name]), name
+        assert means[BFLOAT16][name] == pytest.approx(exact[name], rel=1e-2, abs=0.02 if name == "pg_loss" else 0), name
 
 
 def compute_tiny_gradient(pass_settings: PassSettings, loss_scale: float) -> Tensor:
@@ -391,46 +390,6 @@ def run_update(
     return actor.run(batch, targets, order_length_stratified(batch.lengths)).compute_means()
 
 
-def test_an_update_with_recomputed_blocks_is_the_update() -> None:
-    settings = ActorConfig(**CUT, entropy_coeff=0.1, use_kl_loss=True, kl_loss_type="low_var_kl")
-    plain, recomputing = make_wide_model(PassSettings()), make_wide_model(RECOMPUTED)
-    assert run_update(recomputing, settings) == pytest.approx(run_update(plain, settings), rel=1e-5)
-    for actual, expected in zip(recomputing.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_an_update_in_bfloat16_is_near_and_keeps_float32_weights_and_moments() -> None:
-    settings = ActorConfig(**CUT, entropy_coeff=0.1, use_kl_loss=True, kl_loss_type="full")
-    model, exact_model = make_wide_model(BFLOAT16), make_wide_model(PassSettings())
-    actual = run_update(model, settings, make_frozen_copy(model))
-    expected = run_update(exact_model, settings, make_frozen_copy(exact_model))
-    for name in ("entropy_loss", "actor_grad_norm"):
-        assert actual[name] == pytest.approx(expected[name], rel=1e-2)
-    assert actual["pg_loss"] == pytest.approx(expected["pg_loss"], abs=0.02)
-    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
-
-
-@pytest.mark.long
-def test_the_probe_measures_recomputed_blocks_and_chunks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = ActorConfig(**CUT, entropy_coeff=0.1, use_kl_loss=True, kl_loss_type="full")
-
-    def measure_norms(pass_settings: PassSettings) -> dict[tuple[str, str], float]:
-        model = make_wide_model(pass_settings)
-        reference = make_frozen_copy(make_random_model(model.shape, seed=9, std=0.15))
-        batch, targets = make_batch(model)
-        actor = ActorUpdate(model, make_backend(actor=model), settings, 1.0, reference)
-        actual = probe_gradients(
-            actor, batch, targets, {0: 0.5, 1: 1.0, 2: 2.0}, 2, "quantile", torch.Generator().manual_seed(0)
-        )
-        return {(row["bucket"], row["component"]): row["mean_norm"] for row in actual.rows}
-
-    expected = measure_norms(PassSettings())
-    monkeypatch.setattr(update, "CHUNK_ELEMENTS", 5 * 23)
-    actual = measure_norms(RECOMPUTED)
-    assert actual == pytest.approx(expected, rel=1e-4)
-    assert min(expected.values()) > 0
-
-
 BOUND = 40_000
 
 
@@ -507,10 +466,3 @@ def test_a_frozen_copy_holds_what_passes_compute_in_and_gives_the_very_numbers(t
     with torch.no_grad():
         model.lm_head.weight.add_(1)
     assert not torch.equal(model.lm_head.weight, frozen.lm_head.weight)
-
-
-def test_a_frozen_copy_of_a_float32_network_is_float32() -> None:
-    model = make_wide_model(PassSettings())
-    for frozen_weight, weight in zip(make_frozen_copy(model).parameters(), deepcopy(model).parameters(), strict=True):
-        assert torch.equal(frozen_weight, weight)
-        assert frozen_weight.dtype == torch.float32

@@ -11,8 +11,7 @@ from torch import Tensor
 from tests.fakes.layouts import LAYOUTS, Rows, make_layout
 from tests.fakes.scripted import make_hub_twin, make_qwen2_shape
 from tests.strategies.examples import draw_examples
-from trainable.models.interface import ValueModel
-from trainable.models.qwen2 import Qwen2, Qwen2Trunk
+from trainable.models.qwen2 import Qwen2
 from trainable.models.qwen2_shape import Qwen2Shape
 
 
@@ -38,36 +37,12 @@ def assert_close(actual: Tensor, expected: Tensor, limit: float = 1e-5) -> None:
     torch.testing.assert_close(actual, expected, rtol=limit, atol=limit)
 
 
-# ---------------------------------------------------------------------------- whole sequences
-
-
 def test_logits_are_those_of_transformers(model: Qwen2) -> None:
     tokens = make_tokens(3, 17)
     with torch.no_grad():
         actual = model.lm_head(model.model.compute_hidden_states(tokens, list_positions(tokens)))
         expected = make_hub_twin(model)(input_ids=tokens).logits
     assert_close(actual, expected.flatten(0, 1))
-
-
-def test_a_subset_of_positions_has_the_numbers_of_the_full_forward(model: Qwen2) -> None:
-    tokens = make_tokens(3, 11)
-    positions = torch.tensor([32, 0, 5, 5, 12, 20])
-    with torch.no_grad():
-        full = model.model.compute_hidden_states(tokens, list_positions(tokens))
-        assert_close(model.model.compute_hidden_states(tokens, positions), full[positions])
-        assert model.model.compute_hidden_states(tokens, positions[:0]).shape == (0, 32)
-
-
-def test_padding_on_the_right_changes_nothing(grouped_model: Qwen2) -> None:
-    tokens = make_tokens(2, 12)
-    padded = tokens.clone()
-    padded[0, 7:] = 3
-    positions = torch.arange(7)
-    with torch.no_grad():
-        assert_close(
-            grouped_model.model.compute_hidden_states(padded, positions),
-            grouped_model.model.compute_hidden_states(tokens[:1, :7], positions),
-        )
 
 
 def test_gradients_are_those_of_transformers(model: Qwen2) -> None:
@@ -82,39 +57,6 @@ def test_gradients_are_those_of_transformers(model: Qwen2) -> None:
         assert weight.grad is not None
         assert_close(weight.grad, expected.pop(name), 1e-4)
     assert not expected
-
-
-def test_a_tied_head_is_the_embedding(model: Qwen2) -> None:
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == model.shape.tie_word_embeddings
-
-
-def test_values_are_a_linear_function_of_the_hidden_state(grouped_model: Qwen2) -> None:
-    critic = ValueModel(Qwen2Trunk(grouped_model.shape))
-    critic.model.load_state_dict(grouped_model.model.state_dict())
-    tokens, positions = make_tokens(2, 6), torch.tensor([3, 8])
-    with torch.no_grad():
-        hidden = make_hub_twin(grouped_model).model(input_ids=tokens).last_hidden_state.flatten(0, 1)[positions]
-        expected = (hidden * critic.score.weight[0]).sum(1) + critic.score.bias[0]
-        assert_close(critic.compute_values(tokens, positions), expected)
-
-
-# ---------------------------------------------------------------------------- the cache
-
-
-def test_prompts_of_unequal_length_then_token_by_token(model: Qwen2) -> None:
-    with torch.inference_mode():
-        rows = Rows(model, 3, 4)
-        rows.extend([[1, 2, 3, 4, 5], [6], [7, 8, 9]])
-        rows.select([0, 1, 2])
-        for token in range(4):
-            rows.extend([[token], [token + 1], [token + 2]])
-        rows.select([2, 0, 2, 1])
-        rows.extend([[5, 6], [4], [1, 1, 1], [2, 9]])
-        rows.extend([[5], [4]])  # only the first two rows continue
-        rows.cache.pack()
-        rows.extend([[1], [], [4, 5], [6]])
-        rows.select([1, 3])
-        rows.extend([[3, 3], [8]])
 
 
 @draw_examples(40)
@@ -157,14 +99,6 @@ def test_packing_leaves_as_many_slots_as_the_longest_row_has_tokens(grouped_mode
         rows.extend([[8], [8]])
 
 
-def test_the_cache_grows_by_itself(grouped_model: Qwen2) -> None:
-    with torch.inference_mode():
-        rows = Rows(grouped_model, 1, 2)
-        for token in range(12):
-            rows.extend([[token]])
-        assert rows.cache.bias.shape[1] >= 12
-
-
 def test_all_tensors_are_on_the_device_of_the_tokens(grouped_model: Qwen2) -> None:
     """`meta` stands in for a GPU: a tensor that is created without a device lands there and cannot mix with others."""
     tokens = make_tokens(2, 5)
@@ -180,9 +114,6 @@ def test_all_tensors_are_on_the_device_of_the_tokens(grouped_model: Qwen2) -> No
         cache.select_rows(rows)
         cache.pack()
     assert cache.keys[0].device.type == "cpu"
-
-
-# ---------------------------------------------------------------------------- config.json
 
 
 def write_config(folder: Path, **changes: object) -> Path:

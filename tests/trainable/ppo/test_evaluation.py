@@ -5,8 +5,7 @@ import pytest
 
 from tests.fakes.scripted import make_episode
 from trainable.models.load import make_codec
-from trainable.ppo.evaluation import make_evaluation, number_classes
-from trainable.ppo.recording import record_episode
+from trainable.ppo.evaluation import make_evaluation, number_classes, record_episode
 from trainable.rollout.episode import Episode, StopReason
 from trainable.runs.episode_lines import RecordedEpisode, RecordedTurn
 from trainable.tiny.policies import SOKOBAN_TINY

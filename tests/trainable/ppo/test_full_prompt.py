@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -88,31 +87,3 @@ def test_the_paper_settings_train_a_step(hub_model: Path) -> None:
     assert row["train_reward"] == pytest.approx(-0.2)
     assert not torch.equal(old_head, trainer.model.lm_head.weight)
     assert {evaluation.mode for evaluation in evaluations} == {"sampled", "greedy"}
-
-
-def test_sampled_log_probs_are_the_models_own(hub_model: Path) -> None:
-    settings = {
-        "model.path": str(hub_model),
-        "rollout.response_length": 6,
-        "env.env_groups": 2,
-        "env.group_size": 3,
-        "env.max_turn": 3,
-        "trainer.total_training_steps": 1,
-        "trainer.device": "cpu",
-        "env.val_env_groups": 2,
-        "rollout.name": "torch",
-        "model.dtype": "float32",
-    }
-    trainer = PPOTrainer(apply_overrides(RunConfig(), settings))
-    trainer.step_index = 1
-    for episode in trainer._collect_episodes():
-        positions = torch.from_numpy(np.flatnonzero(episode.mask) - 1)
-        tokens = torch.from_numpy(episode.tokens)[None]
-        with torch.no_grad():
-            logprobs = trainer.model.lm_head(trainer.model.model.compute_hidden_states(tokens, positions)).log_softmax(
-                -1
-            )
-        token_logprobs = logprobs.gather(1, tokens[0, positions + 1][:, None]).squeeze(1)
-        torch.testing.assert_close(
-            token_logprobs, torch.from_numpy(episode.logprobs[episode.mask]), atol=2e-5, rtol=1e-4
-        )

@@ -55,8 +55,8 @@ def test_a_step_has_the_columns_of_any_game(random_models: dict[str, Path], game
         names = {column.name for column in STEP_COLUMNS}
         assert all(set(output.row) <= names and is_finite(output.row) for output in outputs)
         assert {"val_success", "train_success", "base_val_greedy_success"} <= set(outputs[0].row)
-        final, evaluations = trainer.evaluate_final()
-        assert final.test_success is not None
+        row, evaluations = trainer.evaluate_final()
+        assert row["test_success"] is not None
         assert [len(evaluation.levels) for evaluation in evaluations] == [6, 4, 4]
     assert rows[0] == rows[1]
 

@@ -2,17 +2,18 @@
 
 import copy
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.fakes.scripted import make_episode, make_hub_twin, make_qwen2_shape, make_random_model, make_small_config
 from tests.fakes.trainers import copy_weights, has_changed, is_finite, make_quiet_trainer, run_steps
+from tests.trainable.ppo.test_update import Recorder
 from trainable.algo.target_policy import target_policy_loss
 from trainable.backend.meter import Meter
 from trainable.backend.torch_backend import TorchBackend
@@ -22,7 +23,7 @@ from trainable.config.sections import ActorConfig
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo import update
 from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, compute_at_trained_tokens
-from trainable.rollout.batch import Batch, collate, make_update_order
+from trainable.rollout.episode import Batch, collate, make_update_order
 from trainable.runs.records import DEFAULT_STEP_COLUMNS
 
 TEMPERATURE, SIZE, ETA = 0.8, 4, 0.5
@@ -33,17 +34,6 @@ CUT: dict[str, Any] = {
     "ppo_micro_batch_size_per_gpu": 4,
     "grad_clip": 1e9,
 }
-
-
-class Recorder(torch.optim.SGD):
-    """Record the gradient of each step as one vector, and change no weight."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(parameters, lr=0.0)
-        self.steps: list[Tensor] = []
-
-    def step(self, closure: None = None) -> None:
-        self.steps.append(torch.cat([w.grad.flatten() for group in self.param_groups for w in group["params"]]))
 
 
 MODEL = make_random_model(make_qwen2_shape(), seed=1, std=0.25).double()
@@ -81,7 +71,7 @@ def run_update(
     backend = TorchBackend("actor_optimizer", {"actor": model}, recorder, actor.grad_clip)
     backend.world = world
     meter = ActorUpdate(model, backend, actor, TEMPERATURE).run(batch, make_update_targets(), order)
-    return recorder.steps, meter
+    return [torch.cat([gradient.flatten() for gradient in step]) for step in recorder.steps], meter
 
 
 def compute_loss_at_once(rows: Tensor) -> tuple[float, Tensor]:
@@ -191,27 +181,6 @@ def test_ranks_that_share_out_a_groups_rollouts_sum_to_the_same_gradient(size: i
     for name, value in meter.compute_means().items():
         if name != "actor_grad_norm":  # the norm of one rank, which has only a part of the gradient here
             assert results[0][1].compute_means()[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
-
-
-def test_tpo_targets_are_the_sequence_weights_of_the_mini_batch() -> None:
-    actor = ActorUpdate(
-        MODEL, TorchBackend("actor_optimizer", {}, Recorder(MODEL.parameters()), 1.0), ActorConfig(**CUT), TEMPERATURE
-    )
-    rows = ORDER[:8]
-    tpo_targets = actor.make_tpo_targets(BATCH, make_update_targets(), rows, Meter())
-    logprobs = compute_at_trained_tokens(BATCH, 3, TokenFunction.for_logprobs(MODEL, TEMPERATURE)).double().sum(1)
-    old_logprobs = (BATCH.logprobs.double() * BATCH.mask).sum(1)
-    loss = target_policy_loss(logprobs[rows], old_logprobs[rows], SKILLS[rows], BATCH.group_ids[rows], ETA)
-    assert tpo_targets.sequence_weights is not None
-    torch.testing.assert_close(tpo_targets.sequence_weights[rows], loss.sequence_weights.float())
-    assert tpo_targets.sequence_weights[rows].abs().max() > 0.01
-    assert not tpo_targets.sequence_weights[ORDER[8:]].any()
-    # Advantages remain the skills, and a pass gets the weights of its own rows.
-    for tensor, expected in zip(tpo_targets[:4], make_update_targets()[:4], strict=True):
-        assert torch.equal(tensor, expected)
-    pass_targets = tpo_targets.select_rows(rows[2:5], 3)
-    assert torch.equal(pass_targets.sequence_weights, tpo_targets.sequence_weights[rows[2:5]])
-    assert make_update_targets().select_rows(rows, 3).sequence_weights is None
 
 
 def test_a_mini_batch_that_splits_a_group_is_refused() -> None:

@@ -10,7 +10,7 @@ from trainable.config.choices import ADVANTAGE_ESTIMATORS
 from trainable.config.sections import AlgorithmConfig, KLControl
 from trainable.ppo.targets import make_targets
 from trainable.ppo.update import Targets
-from trainable.rollout.batch import Batch, collate
+from trainable.rollout.episode import Batch, collate
 
 BATCH = collate(make_random_episodes(12, 4, seed=3))
 MASK = BATCH.mask.tolist()

@@ -1,7 +1,6 @@
 import json
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from tests.fakes.scripted import clone_tensors, make_small_config
 from tests.fakes.trainers import drop_times, has_same_weights, make_quiet_trainer, run_steps
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.envs import level_sets
-from trainable.envs.sokoban.held_out import make_test_levels
+from trainable.envs.sokoban.generate import make_test_levels
 from trainable.models.load import allow_for_engine, pick_device, prepare_device
 from trainable.ppo.evaluation import Evaluation, summarize_validation
 from trainable.ppo.trainer import PPOTrainer
@@ -98,7 +97,7 @@ def test_success_on_unseen_levels_leaves_out_levels_of_the_training_run() -> Non
         make_small_config(env__val_env_groups=64, env__val_group_size=2, trainer__total_training_steps=40)
     )
     evaluation = trainer.evaluate("val", "sampled")
-    row = asdict(summarize_validation([evaluation], trainer.is_val_unseen))
+    row = summarize_validation([evaluation], trainer.is_val_unseen)
     training_keys = {level.key for levels in trainer.levels for level in levels}
     unseen_successes = [
         success
@@ -114,8 +113,7 @@ def test_success_on_unseen_levels_leaves_out_levels_of_the_training_run() -> Non
 def test_closing_adds_greedy_and_test_success_and_their_time() -> None:
     trainer = PPOTrainer(make_small_config(trainer__total_training_steps=1))
     row_before = trainer.step().row
-    final, evaluations = trainer.evaluate_final()
-    row = final.add_to_row(row_before)
+    row, evaluations = trainer.evaluate_final(row_before)
     assert [(e.step, e.split, e.mode) for e in evaluations] == [
         (1, "val", "greedy"),
         (1, "test", "sampled"),
@@ -126,6 +124,7 @@ def test_closing_adds_greedy_and_test_success_and_their_time() -> None:
     assert evaluations[1].levels == tuple(level.seed for level in make_test_levels(8))
     evaluation_seconds = row["seconds_validation"] - row_before["seconds_validation"]
     assert evaluation_seconds > 0
+    assert row["cpu_seconds_step"] > row_before["cpu_seconds_step"]
     for name in ("seconds_step", "seconds_total"):
         assert row[name] == pytest.approx(row_before[name] + evaluation_seconds)
     assert trainer.seconds_total == pytest.approx(row["seconds_total"])
@@ -134,9 +133,10 @@ def test_closing_adds_greedy_and_test_success_and_their_time() -> None:
 
 def test_without_test_levels_there_is_no_test() -> None:
     trainer = PPOTrainer(make_small_config(env__test_env_groups=0, trainer__total_training_steps=1))
-    final, evaluations = trainer.evaluate_final()
+    row, evaluations = trainer.evaluate_final()
     assert [evaluation.split for evaluation in evaluations] == ["val"]
-    assert (final.test_success, final.test_greedy_success) == (None, None)
+    assert (row["test_success"], row["test_greedy_success"]) == (None, None)
+    assert row["cpu_seconds_step"] > 0 < row["seconds_validation"] == row["seconds_step"] == row["seconds_total"]
 
 
 # ---------------------------------------------------------------------------- reproducibility

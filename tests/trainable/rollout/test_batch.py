@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.fakes.scripted import make_episode, make_random_episodes
 from tests.strategies.examples import draw_examples
-from trainable.rollout.batch import Batch, collate, place_episode_scores, place_turn_rewards
+from trainable.rollout.episode import Batch, collate, place_episode_scores, place_turn_rewards
 
 episode_lists = st.integers(0, 2**32 - 1).map(lambda seed: make_random_episodes(1 + seed % 9, 3, seed))
 

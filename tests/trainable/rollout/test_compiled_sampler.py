@@ -20,7 +20,7 @@ from trainable.kernels import compiled as kernels
 from trainable.models.lora import make_adapted_policy
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
-from trainable.rollout.compiled_sampler import CompiledConversation, CompiledSampler, make_scratch
+from trainable.rollout.compiled_sampler import CompiledSampler, make_scratch
 from trainable.rollout.episode import Episode
 from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler, sample_tokens
@@ -130,15 +130,6 @@ def test_a_draw_is_that_of_the_torch_sampler(logits: list[float], temperature: f
     else:
         assert logprob == pytest.approx(expected_logprob, rel=1e-5, abs=1e-5)
     assert entropy == pytest.approx(expected_entropy, rel=1e-5, abs=1e-5)
-
-
-def test_a_token_without_probability_is_never_drawn() -> None:
-    impossible = -np.inf
-    logits = [impossible, 0.0, impossible, 0.0, impossible]
-    draws = [draw_compiled(logits, 1.0, uniform)[0] for uniform in (0.0, 0.499, 0.501, BELOW_ONE)]
-    assert draws == [1, 1, 3, 3]
-    # A probability below the smallest normal number of float32 counts as no probability.
-    assert [draw_compiled([-200.0, 0.0, -200.0], 1.0, uniform)[0] for uniform in (0.0, BELOW_ONE)] == [1, 1]
 
 
 # ---------------------------------------------------------------------------- conversations of many shapes
@@ -262,31 +253,6 @@ def test_more_rows_than_are_sampled_together() -> None:
     for expected, actual in zip(torch_turns, compiled_turns, strict=True):
         assert len(actual) > 2 * kernels.BLOCK_TOKENS
         assert [reply.token_ids.tolist() for reply in actual] == [reply.token_ids.tolist() for reply in expected]
-
-
-@pytest.mark.parametrize("copies", [1, 3])
-def test_a_later_conversation_starts_with_room_for_the_longest(copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = CompiledSampler(make_random_model(make_qwen2_shape(), seed=5, std=0.25))
-    cache_sizes: list[tuple[int, int]] = []
-    make_cache = CompiledConversation._make_cache
-
-    def record_size(conversation: CompiledConversation, rows: int, slots: int) -> kernels.DecoderCache:
-        cache_sizes.append((rows, slots))
-        return make_cache(conversation, rows, slots)
-
-    monkeypatch.setattr(CompiledConversation, "_make_cache", record_size)
-    first_turns = play_turns(sampler, 1.0, 14, copies)
-    num_prompts, largest = cache_sizes[0][0], cache_sizes[-1]
-    assert len(cache_sizes) > 2  # it grows
-    cache_sizes.clear()
-    later_turns = play_turns(sampler, 1.0, 14, copies)
-    assert cache_sizes[-1] == largest
-    # With copies, the prompts are read once for all of them, in a cache of their own.
-    assert [rows for rows, _ in cache_sizes] == ([num_prompts] if copies == 1 else [num_prompts, largest[0]])
-    for first, later in zip(first_turns, later_turns, strict=True):
-        for first_reply, later_reply in zip(first, later, strict=True):
-            for name in ("token_ids", "logprobs", "entropies"):
-                np.testing.assert_array_equal(getattr(later_reply, name), getattr(first_reply, name))
 
 
 def test_a_conversation_has_the_weights_of_its_start() -> None:

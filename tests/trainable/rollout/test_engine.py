@@ -14,10 +14,9 @@ from trainable.config.seeds import make_rng
 from trainable.models.interface import LanguageModel
 from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import make_passes
-from trainable.rollout.engine import Engine, SyncedEngine, recompute_logprobs
+from trainable.rollout.engine import Engine, EngineMismatchError, SyncedEngine, recompute_logprobs
 from trainable.rollout.episode import Episode
 from trainable.rollout.episode_loop import TurnPlayer
-from trainable.rollout.logprob_mismatch import EngineMismatchError
 from trainable.runs.failures import NonFiniteError
 
 

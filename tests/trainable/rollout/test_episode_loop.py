@@ -1,6 +1,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,7 +15,6 @@ from trainable.envs.prompts import END_OF_MESSAGE, Observation, format_reply, ma
 from trainable.envs.sokoban.board import Action, step
 from trainable.envs.sokoban.game import ACTION_NAMES, Sokoban
 from trainable.models.load import make_codec
-from trainable.rollout.batch import place_turn_rewards
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.episode_loop import RolloutRequest, TurnPlayer, draw_luck
 from trainable.rollout.sampler import SampledReply, SamplingParams
@@ -76,29 +75,35 @@ def test_level_123_in_three_actions_is_worth_10_7() -> None:
     assert episode.turn_rewards == pytest.approx((-0.2, 10.9))
 
 
-def test_what_follows_the_solving_action_is_not_played() -> None:
-    assert summarize(play_one(answer("D"), answer("L"), answer("UU"))) == (StopReason.SUCCESS, 10.7, 3, 3, 0)
+# Right is blocked by a wall: the action is legal, has no effect, and costs its price.
+ENDS: dict[str, tuple[list[str], dict[str, Any], tuple[StopReason, float, int, int, int]]] = {
+    "what follows the solving action is not played": (
+        [answer("D"), answer("L"), answer("UU")],
+        {},
+        (StopReason.SUCCESS, 10.7, 3, 3, 0),
+    ),
+    "turns that cannot be parsed": ([MALFORMED] * 5, {}, (StopReason.MALFORMED, -0.5, 0, 5, 5)),
+    "the penalty is a setting": ([MALFORMED] * 5, {"format_penalty": -0.3}, (StopReason.MALFORMED, -1.5, 0, 5, 5)),
+    "ten actions that fail": ([answer("RR")] * 5, {}, (StopReason.OUT_OF_ACTIONS, -1.0, 10, 5, 0)),
+    "the tenth action may solve the level": (
+        [*[answer("RR")] * 3, answer("RD"), answer("LU")],
+        {},
+        (StopReason.SUCCESS, 10.0, 10, 5, 0),
+    ),
+    "actions beyond the tenth are not played": (
+        [answer("RRRR"), answer("RRRR"), answer("RRDL"), answer("U")],
+        {"limits": TurnLimits(5, 4, 10)},
+        (StopReason.OUT_OF_ACTIONS, -1.0, 10, 3, 0),
+    ),
+    "turns run out before actions do": ([answer("R")] * 5, {}, (StopReason.OUT_OF_TURNS, -0.5, 5, 5, 0)),
+    "one turn with an action": ([answer("R"), *[MALFORMED] * 4], {}, (StopReason.OUT_OF_TURNS, -0.5, 1, 5, 4)),
+}
 
 
-def test_five_unparsable_turns_cost_half_a_point() -> None:
-    assert summarize(play_one(*[MALFORMED] * 5)) == (StopReason.MALFORMED, -0.5, 0, 5, 5)
-
-
-def test_ten_actions_that_fail_cost_a_point() -> None:
-    # Right is blocked by a wall: the action is legal, has no effect, and costs its price.
-    assert summarize(play_one(*[answer("RR")] * 5)) == (StopReason.OUT_OF_ACTIONS, -1.0, 10, 5, 0)
-
-
-def test_the_tenth_action_may_solve_the_level() -> None:
-    assert summarize(play_one(*[answer("RR")] * 3, answer("RD"), answer("LU"))) == (StopReason.SUCCESS, 10.0, 10, 5, 0)
-
-
-def test_actions_beyond_the_tenth_are_not_played() -> None:
-    replies = [answer("RRRR"), answer("RRRR"), answer("RRDL"), answer("U")]
-    episode = play_one(*replies, limits=TurnLimits(5, 4, 10))
-    assert summarize(episode) == (StopReason.OUT_OF_ACTIONS, -1.0, 10, 3, 0)
-    solving_replies = [answer("RRRR"), answer("RRR"), answer("DLUU")]
-    assert summarize(play_one(*solving_replies, limits=TurnLimits(5, 4, 10))) == (StopReason.SUCCESS, 10.0, 10, 3, 0)
+@pytest.mark.parametrize("name", ENDS)
+def test_ends_and_scores_by_hand(name: str) -> None:
+    replies, changes, expected = ENDS[name]
+    assert summarize(play_one(*replies, **changes)) == expected
 
 
 def test_the_actions_of_a_turn_are_those_that_were_executed() -> None:
@@ -130,20 +135,11 @@ def test_the_actions_of_the_turns_replay_the_rewards_of_the_episode(many_episode
         assert is_solved == episode.success
 
 
-def test_turns_may_run_out_before_actions_do() -> None:
-    assert summarize(play_one(*[answer("R")] * 5)) == (StopReason.OUT_OF_TURNS, -0.5, 5, 5, 0)
-    assert summarize(play_one(answer("R"), *[MALFORMED] * 4)) == (StopReason.OUT_OF_TURNS, -0.5, 1, 5, 4)
-
-
 def test_a_turn_with_an_unknown_word_plays_the_others_and_is_penalised_once() -> None:
     mixed_reply = "P</think><answer>U || Down</answer>" + END_OF_MESSAGE
     episode = play_one(mixed_reply, answer("LU"))
     assert summarize(episode) == (StopReason.SUCCESS, 10.6, 3, 2, 1)
     assert episode.turn_rewards == pytest.approx((-0.2, 10.8))
-
-
-def test_the_penalty_is_a_setting() -> None:
-    assert summarize(play_one(*[MALFORMED] * 5, format_penalty=-0.3))[1] == -1.5
 
 
 def decode_observations(sampler: ScriptedSampler, row: int = 0) -> list[str]:
@@ -239,15 +235,6 @@ def test_episodes_of_a_group_stand_together_and_share_level_and_prompt(many_epis
     assert episodes[4].success  # level 124 is solved by Up alone
 
 
-def test_rewards_at_turn_ends_add_up_to_the_score(many_episodes: PlayedEpisodes) -> None:
-    for episode in many_episodes[0]:
-        rewards = place_turn_rewards(episode)
-        assert rewards.sum() == pytest.approx(episode.score, abs=1e-5)
-        ends = [np.flatnonzero(episode.mask & (episode.turns == turn))[-1] for turn in range(len(episode.texts))]
-        assert rewards[ends] == pytest.approx(episode.turn_rewards, abs=1e-6)
-        assert set(np.flatnonzero(rewards)) <= set(ends)
-
-
 def test_a_row_that_has_ended_is_not_asked_again(many_episodes: PlayedEpisodes) -> None:
     episodes, sampler = many_episodes
     for row, episode in enumerate(episodes):
@@ -284,9 +271,6 @@ class StreamingSampler(ScriptedSampler):
     waiting: dict[int, list[int]] = field(default_factory=dict)
     played_turns: dict[int, int] = field(default_factory=dict)
     submitted: list[tuple[int, list[int]]] = field(default_factory=list)
-
-    def take_turns(self) -> "StreamingSampler":  # type: ignore[override]
-        return self
 
     def submit(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> None:
         assert not set(rows) & set(self.waiting), "a row has one reply at a time"
@@ -348,3 +332,28 @@ def test_an_episode_goes_on_while_others_wait() -> None:
 
     play([SCRIPTS[3]] * 2, copies=2, make_sampler=lambda script: StreamingSampler(script, draws=finish_first))
     assert order == [0] * 5 + [1] * 5
+
+
+class EchoGame:
+    """An environment, prompt template and codec in one: a level is its prompt, and a character is a token."""
+
+    def start(self, levels: Sequence[str]) -> Sequence[str]:
+        return levels
+
+    def format_first_turn(self, observation: Observation[str]) -> str:
+        return observation.state
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(map(ord, text)) for text in texts]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_longest_first_prompt_has_to_fit_wherever_it_is(place: int) -> None:
+    game = cast(Any, EchoGame())
+    player = TurnPlayer(game, game, game, TurnLimits(2, 3, 6), 0.0, context_length=20)
+    levels = cast(Any, ["short", "short", "short"])
+    player.check_first_turns(levels, response_length=15)
+    assert player.encode_first_turn(levels[0]) == list(map(ord, "short"))
+    levels[place] = "longer"
+    with pytest.raises(ValueError, match=r"may need 21 tokens \(6 of the prompt and rollout\.response_length=15\)"):
+        player.check_first_turns(levels, response_length=15)

@@ -19,8 +19,7 @@ from trainable.models.lora import iter_hub_weights
 from trainable.ppo.evaluation import summarize_batch
 from trainable.ppo.phases import PhaseTimer
 from trainable.ppo.trainer import PPOTrainer
-from trainable.rollout.engine import CopySampler, SyncedEngine, iter_noisy_weights
-from trainable.rollout.logprob_mismatch import EngineMismatchError
+from trainable.rollout.engine import CopySampler, EngineMismatchError, SyncedEngine, iter_noisy_weights
 
 KL = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1}
 IN_TORCH = {"rollout__name": "torch", "model__compiled_passes": False}
@@ -254,9 +253,9 @@ def test_a_run_without_entropies_has_no_column_of_them() -> None:
     ]
     groups, timer = trainer.config.env.env_groups, PhaseTimer(trainer.device)
     batch, targets, _ = trainer.prepare_batch(episodes, groups, groups, np.random.default_rng(0), timer)
-    assert summarize_batch(batch, targets, episodes, has_values=True, has_entropies=False).entropy is None
+    assert summarize_batch(batch, targets, episodes, has_values=True, has_entropies=False)["entropy"] is None
     # A NaN of another cause is not hidden.
-    assert math.isnan(summarize_batch(batch, targets, episodes, has_values=True).entropy or 0.0)
+    assert math.isnan(summarize_batch(batch, targets, episodes, has_values=True)["entropy"] or 0.0)
 
 
 class SleepingSampler(CopySampler):
@@ -279,6 +278,21 @@ class SleepingSampler(CopySampler):
         self.is_sleeping = False
 
 
+def make_sleeping_trainer(noise: float, **overrides: object) -> tuple[PPOTrainer, SleepingSampler]:
+    trainer = make_noisy_trainer(noise, **overrides)
+    assert isinstance(trainer.engine, SyncedEngine)
+    assert isinstance(trainer.engine.sampler, CopySampler)
+    sampler = SleepingSampler(trainer.engine.sampler)
+    trainer.engine.sampler = sampler
+    return trainer, sampler
+
+
+def make_sleep_settings(is_empty: bool, folder: Path) -> dict[str, object]:
+    """Settings of steps that train nothing, if `is_empty`: the model in `folder` never writes a valid answer."""
+    model = {"model__path": str(folder), "filter__rollout_filter_include_zero": False}
+    return IN_TORCH | (model if is_empty else {})
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("noise", thin_out([0.02, 1e-30], 2))
 @pytest.mark.parametrize("is_empty", thin_out([True, False], 2))
@@ -286,15 +300,9 @@ def test_a_sleeping_engine_wakes_with_the_weights_of_the_last_sync(
     noise: float, is_empty: bool, random_folder: Path
 ) -> None:
     """A step that trains nothing is not followed by a sync, so the next rollout needs the old weights."""
-    overrides: dict[str, object] = dict(IN_TORCH)
-    if is_empty:  # the random model never writes a valid answer, so all scores of a group are equal
-        overrides |= {"model__path": str(random_folder), "filter__rollout_filter_include_zero": False}
-    expected = run_steps(make_noisy_trainer(noise, **overrides), 3)
-    trainer = make_noisy_trainer(noise, **overrides)
-    assert isinstance(trainer.engine, SyncedEngine)
-    assert isinstance(trainer.engine.sampler, CopySampler)
-    sampler = SleepingSampler(trainer.engine.sampler)
-    trainer.engine.sampler = sampler
+    settings = make_sleep_settings(is_empty, random_folder)
+    expected = run_steps(make_noisy_trainer(noise, **settings), 3)
+    trainer, sampler = make_sleeping_trainer(noise, **settings)
     assert run_steps(trainer, 3) == expected
     # The noise of the last sync, also if a step that trains nothing has followed it.
     trainer.engine.sync_weights(2)
@@ -314,14 +322,8 @@ def test_a_sleeping_engine_wakes_with_the_weights_of_the_last_sync(
 def test_an_engine_wakes_once_per_rollout_or_sync(
     recomputes: bool, is_empty: bool, wakes: int, random_folder: Path
 ) -> None:
-    overrides: dict[str, object] = {**IN_TORCH, "rollout__recompute_logprobs": recomputes}
-    if is_empty:
-        overrides |= {"model__path": str(random_folder), "filter__rollout_filter_include_zero": False}
-    trainer = make_noisy_trainer(0.02, **overrides)
-    assert isinstance(trainer.engine, SyncedEngine)
-    assert isinstance(trainer.engine.sampler, CopySampler)
-    sampler = SleepingSampler(trainer.engine.sampler)
-    trainer.engine.sampler = sampler
+    settings = make_sleep_settings(is_empty, random_folder)
+    trainer, sampler = make_sleeping_trainer(0.02, **settings, rollout__recompute_logprobs=recomputes)
     run_steps(trainer, 3)
     assert sampler.sleeps == 3
     assert (sampler.wakes, sampler.is_sleeping) == (wakes, is_empty)

@@ -1,12 +1,7 @@
 """VllmSampler without an engine; the tests with an engine are in tests/engines."""
 
-import fcntl
 import importlib
 import importlib.util
-import os
-import subprocess
-import sys
-import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +19,6 @@ from trainable.rollout.vllm_sampler import (
     LM_HEAD_NAME,
     EngineSettings,
     VllmSampler,
-    acquire_lock,
     check_weights,
     hide_llvmlite_functions,
     read_weight_shapes,
@@ -158,36 +152,6 @@ def test_only_the_models_tensors_pass_once_each(
     weights: list[tuple[str, Tensor]] = [(name, torch.zeros(shape)) for name, shape in pushed]
     assert [name for name, _ in check_weights(weights, SHAPES, wrong)] == passed
     assert wrong == amiss
-
-
-HOLD = """
-import sys
-from trainable.rollout.vllm_sampler import acquire_lock
-with acquire_lock(sys.argv[1]):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
-@pytest.mark.long
-def test_a_lock_is_held_against_others_and_freed_by_its_holders_death(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, "gpu-7"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
-        (path,) = tmp_path.iterdir()
-        with path.open() as file, pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with acquire_lock("gpu-8"):  # the lock of another GPU
-            pass
-        holder.kill()
-    with acquire_lock("gpu-7"):
-        pass
 
 
 def test_the_library_that_numba_loads_does_not_hinder_vllm() -> None:

@@ -17,7 +17,7 @@ from tests.fakes.trainers import make_quiet_trainer
 from tests.trainable.config.test_numbers import list_fields
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
 from trainable.config.setting_types import MAX_FLOAT, MIN_FLOAT
-from trainable.rollout.logprob_mismatch import EngineMismatchError
+from trainable.rollout.engine import EngineMismatchError
 from trainable.runs.failures import NonFiniteError
 
 SAMPLE_SIZE = 4

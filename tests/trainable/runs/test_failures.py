@@ -5,13 +5,7 @@ import pytest
 import torch
 
 from trainable.config.run_config import ConfigError
-from trainable.runs.failures import (
-    Failure,
-    NonFiniteError,
-    RunFailedError,
-    classify_failure,
-    is_disk_full,
-)
+from trainable.runs.failures import Failure, NonFiniteError, RunFailedError, classify_failure, is_disk_full
 from trainable.runs.run_files import RunLockedError
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trainable.files.run_marks import MARK_ENV
-from trainable.runs.orphans import make_ray_mark, terminate_orphans
+from trainable.runs.orphans import MARK_ENV, make_ray_mark, terminate_orphans
 
 IGNORES_SIGTERM = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
@@ -84,15 +83,6 @@ def test_another_process_with_the_id_of_a_driver_is_not_the_driver(
     )
     terminate_orphans(tmp_path)
     assert not psutil.pid_exists(orphan.pid)
-
-
-def test_the_processes_of_one_run_of_several_are_terminated(
-    tmp_path: Path, children: list["subprocess.Popen[str]"]
-) -> None:
-    orphan, other_process = (start(children, tmp_path / "runs" / name) for name in ("a", "ab"))
-    terminate_orphans(tmp_path / "runs" / "a")
-    assert not psutil.pid_exists(orphan.pid)
-    assert other_process.poll() is None
 
 
 def test_a_process_that_ignores_sigterm_is_killed(

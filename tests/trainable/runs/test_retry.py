@@ -76,12 +76,6 @@ def test_an_error_that_waiting_cannot_fix_is_raised_at_once() -> None:
     assert messages == []
 
 
-def test_a_successful_call_reports_nothing() -> None:
-    messages: list[str] = []
-    assert call_with_retry(lambda: 3, 60, messages.append) == 3
-    assert messages == []
-
-
 def test_a_checkpoint_that_does_not_fit_keeps_the_previous_one_and_leaves_no_partial_files(
     tmp_path: Path, limit_file_size: Callable[[int], None]
 ) -> None:

@@ -19,10 +19,6 @@ def make_row(step: int, **values: object) -> dict[str, object]:
     return {"step": step, **values}
 
 
-def test_there_are_no_rows_without_a_file(tmp_path: Path) -> None:
-    assert read_rows(tmp_path / METRICS_FILE) == []
-
-
 def test_the_last_row_of_a_step_counts_and_rows_come_in_order(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
     for step, x in ((1, 0), (2, 0), (3, 0), (2, 1), (3, 1), (10, 1)):
@@ -62,6 +58,14 @@ def test_lines_of_a_step_without_its_row_are_no_damage(tmp_path: Path) -> None:
     assert RunLines.read(tmp_path).find_damage() == []
 
 
+def test_a_lost_file_is_noticed(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / GRADIENTS_FILE).unlink()
+    assert RunLines.read(tmp_path).find_damage() == [
+        "gradients.jsonl lacks lines: it had 1 when the last row was written"
+    ]
+
+
 @pytest.mark.parametrize("name", [LEVELS_FILE, EPISODES_FILE])
 def test_a_lost_line_at_the_end_of_another_file_is_noticed(tmp_path: Path, name: str) -> None:
     write_run(tmp_path)
@@ -73,14 +77,6 @@ def test_a_lost_line_at_the_end_of_another_file_is_noticed(tmp_path: Path, name:
     assert not lines.is_intact_up_to(end)
     first_line = lines.files[METRICS_FILE].lines[0]
     assert lines.is_intact_up_to(end._replace(line_count=1, checksum=first_line.checksum))
-
-
-def test_a_lost_file_is_noticed(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    (tmp_path / GRADIENTS_FILE).unlink()
-    assert RunLines.read(tmp_path).find_damage() == [
-        "gradients.jsonl lacks lines: it had 1 when the last row was written"
-    ]
 
 
 def test_rows_of_a_version_that_records_no_episodes_vouch_for_their_other_files(tmp_path: Path) -> None:

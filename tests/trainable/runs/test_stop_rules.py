@@ -78,17 +78,6 @@ def test_empty_steps_are_in_neither_baseline_nor_window() -> None:
     assert evaluate_stop_rules(rows, settings) == StopDecision("reward_variance_collapse", 0.1, 0.2, 40)
 
 
-def test_steps_without_validation_neither_count_nor_break() -> None:
-    rows = [
-        row
-        for validation in make_validation_rows([0.0] * 5)
-        for row in ({**validation, "step": validation["step"] - 1, "val_success": None}, validation)
-    ]
-    decision = evaluate_stop_rules(rows, SETTINGS)
-    assert decision is not None
-    assert decision.step == 50
-
-
 @pytest.mark.parametrize("limit", [0, -1])
 def test_a_limit_of_zero_switches_the_rule_off(limit: int) -> None:
     assert (

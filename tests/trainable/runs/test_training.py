@@ -398,13 +398,6 @@ def test_a_damaged_state_is_named_and_the_one_before_is_used(
 
 
 @pytest.mark.long
-def test_where_every_state_is_damaged_the_run_starts_over(tmp_path: Path, uninterrupted_run: UninterruptedRun) -> None:
-    train_steps(tmp_path, 1)
-    truncate(find_newest_checkpoint(tmp_path) / "state.safetensors")
-    assert finish(tmp_path, uninterrupted_run, first_step=1).endswith("training continues after step 0")
-
-
-@pytest.mark.long
 def test_a_kept_checkpoint_is_used_where_every_rolling_state_is_damaged(
     tmp_path: Path, uninterrupted_run: UninterruptedRun
 ) -> None:
@@ -457,39 +450,37 @@ def test_tensors_that_do_not_fit_leave_the_trainer_as_it_was(
     assert "tensors do not match" in finish(tmp_path, uninterrupted_run, first_step=2)
 
 
-@pytest.mark.long
-def test_a_state_without_its_rows_is_not_used(tmp_path: Path, uninterrupted_run: UninterruptedRun) -> None:
-    train_steps(tmp_path, 2)
-    metrics = tmp_path / "runs" / "r" / "metrics.jsonl"
-    metrics.write_text(metrics.read_text().splitlines()[1] + "\n")  # the row of step 1 is gone
-    note = finish(tmp_path, uninterrupted_run, first_step=1)
-    assert "metrics.jsonl does not match its checksums at line 1" in note
+def drop_lines(name: str, *indices: int) -> Callable[[Path], None]:
+    """Drop lines of a file of the run, by index; without indices, the file."""
+
+    def drop(folder: Path) -> None:
+        path = folder / "runs" / "r" / name
+        lines = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join(line for index, line in enumerate(lines) if index not in indices))
+        if not indices:
+            path.unlink()
+
+    return drop
+
+
+LOSSES: dict[str, tuple[Callable[[Path], None], int, str]] = {
+    # The change, the first step that is trained again, and a part of the note. Lines of levels.jsonl are two of the
+    # validation before training, and one of step 2.
+    "the row of step 1": (drop_lines("metrics.jsonl", 0), 1, "metrics.jsonl does not match its checksums at line 1"),
+    "all evaluations": (drop_lines("levels.jsonl"), 1, "levels.jsonl lacks lines: it had 3 when the last row"),
+    "all episodes": (drop_lines("episodes.jsonl"), 1, "episodes.jsonl lacks lines: it had 8 when the last row"),
+    "an evaluation before training": (drop_lines("levels.jsonl", 1), 1, "levels.jsonl"),
+    "the evaluation of step 2": (drop_lines("levels.jsonl", 2), 2, "levels.jsonl"),
+}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "line_count"), [("levels.jsonl", 3), ("episodes.jsonl", 8)])
-def test_a_state_without_its_evaluations_is_not_used(
-    tmp_path: Path, uninterrupted_run: UninterruptedRun, name: str, line_count: int
-) -> None:
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_state_without_its_lines_is_not_used(name: str, tmp_path: Path, uninterrupted_run: UninterruptedRun) -> None:
+    change, first_step, words = LOSSES[name]
     train_steps(tmp_path, 2)
-    (tmp_path / "runs" / "r" / name).unlink()
-    # The evaluation before training was lost, too.
-    note = finish(tmp_path, uninterrupted_run, first_step=1)
-    assert f"{name} lacks lines: it had {line_count} when the last row was written" in note
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("line_index", thin_out([1, 0, 2]))
-def test_one_lost_evaluation_is_trained_again(
-    tmp_path: Path, uninterrupted_run: UninterruptedRun, line_index: int
-) -> None:
-    train_steps(tmp_path, 2)
-    path = tmp_path / "runs" / "r" / "levels.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    assert len(lines) == 3
-    path.write_bytes(b"".join(line for index, line in enumerate(lines) if index != line_index))
-    # The first two lines are of the validation before training.
-    assert "levels.jsonl" in finish(tmp_path, uninterrupted_run, first_step=2 if line_index == 2 else 1)
+    change(tmp_path)
+    assert words in finish(tmp_path, uninterrupted_run, first_step=first_step)
 
 
 @pytest.mark.long

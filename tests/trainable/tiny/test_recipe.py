@@ -75,9 +75,8 @@ def test_only_replies_are_learned_and_each_level_comes_once() -> None:
 
 
 def test_a_stage_starts_far_from_the_levels_of_the_one_before() -> None:
-    assert (
-        max(stage.dialogues for policy in POLICIES.values() for stage in policy.recipe.stages) * 2 < STAGE_LEVEL_STRIDE
-    )
+    stages = [stage for policy in POLICIES.values() for stage in policy.recipe.stages]
+    assert max(stage.dialogues for stage in stages) * 2 < STAGE_LEVEL_STRIDE
 
 
 @pytest.mark.long
@@ -167,13 +166,12 @@ def test_a_shipped_policy_knows_more_than_it_shows(name: str) -> None:
 
 
 @pytest.mark.long
-def test_the_command_evaluates_a_policy(
+def test_a_policy_is_evaluated(
     random_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = {"env.val_env_groups": 4, "env.test_env_groups": 3, "rollout.response_length": 4}
     monkeypatch.setattr(command, "LAPTOP_OVERRIDES", {**command.LAPTOP_OVERRIDES, **small})
-    monkeypatch.setattr("sys.argv", ["trainable.tiny", "--evaluate", str(random_folder)])
-    command.main()
+    command.evaluate(str(random_folder), SOKOBAN_TINY)
     validation, test = capsys.readouterr().out.splitlines()
     assert validation.startswith(f"{random_folder.name}: 4 validation levels, sampled 0.000, greedy 0.000, invalid")
     assert test == "3 test levels, sampled 0.000, greedy 0.000"

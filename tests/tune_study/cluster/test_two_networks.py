@@ -14,15 +14,13 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from search_spaces.catalog import STUDIES
+from tests.fakes.plans import plan_study, train_without_ray
 from tests.fakes.s3_server import _ENVIRONMENT as CREDENTIALS
 from tests.fakes.trials import drop_times
 from tests.tune_study.cluster.test_cluster import CPU_SETTINGS, RAY_ENVIRONMENT, ROOT
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import StatusRecord, read_record
-from trainable.trial import PPO
-from tune_study.plan.study_plan import StudyPlan, make_plan
-from tune_study.tune.trials import make_trial_config
+from tune_study.plan.study_plan import StudyPlan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -171,13 +169,7 @@ def type_in(networks: Networks, folder: Path, *words: str) -> subprocess.Popen[b
 @pytest.fixture(scope="module")
 def local_plan(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
     """The same study, run on this machine without Ray and without a kill."""
-    plan = make_plan(STUDIES["kl"], "laptop", "", SETTINGS, ("0", "0.1"), 1, tmp_path_factory.mktemp("local"))
-    for spec in plan.runs:
-        trial = PPO(make_trial_config(plan, [spec]))
-        while not trial.step()["done"]:
-            pass
-        trial.cleanup()
-    return plan
+    return train_without_ray(plan_study(tmp_path_factory.mktemp("local"), **SETTINGS), STEPS)
 
 
 def find_newest_step(networks: Networks, plan: StudyPlan) -> int:

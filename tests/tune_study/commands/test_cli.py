@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import tune_study
-from analysis.sweep.planned_power import describe_power
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from search_spaces.catalog import STUDIES, SUITES
 from tests.fakes.command_line import assert_refused, get_output, read_files, type_in
@@ -18,13 +17,11 @@ from tests.fakes.lines import append_record
 from tests.fakes.plans import plan_study, write_started_study
 from trainable.config.run_config import RunConfig, list_field_names
 from trainable.files.json_lines import write_lines
-from trainable.files.json_values import DamageWarning
 from trainable.runs.study_record import StatusRecord, write_record
 from tune_study.commands import preflight
-from tune_study.commands.describe import make_study_list
 from tune_study.commands.requests import LaunchRequest
 from tune_study.demo.archive import unpack
-from tune_study.folder.outputs import lock_folder, make_study_record, write_study
+from tune_study.folder.outputs import lock_folder, write_study
 from tune_study.placement.model_size import find_published_sizes
 from tune_study.plan.study_plan import StudyPlan, set_max_seeds
 
@@ -38,16 +35,6 @@ def test_a_fetched_model_is_a_model(work_dir: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HF_HUB_CACHE", str(work_dir / "cache"))
     answer = type_in("run kl --model Qwen/Qwen2.5-3B --output /dev/null")
     assert "--output /dev/null is a file" in answer.err
-
-
-def test_a_temporary_folder_whose_path_is_too_long_for_sockets_is_refused(
-    work_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_TMPDIR", str(work_dir / ("t" * 120)))
-    assert_refused(
-        "run kl --preset laptop --steps 1", "Ray cannot start here: the path ", "Type `export RAY_TMPDIR=/tmp`"
-    )
-    assert list(work_dir.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -74,25 +61,11 @@ def test_a_folder_with_another_study_is_left_as_it_is(work_dir: Path, options: s
     assert read_files(work_dir) == files_before
 
 
-def test_a_study_that_another_process_runs_is_not_started_again(work_dir: Path) -> None:
-    plan = write_started_study(work_dir)
-    with lock_folder(plan.folder):
-        files_before = read_files(work_dir)
-        answer = type_in(f"resume {plan.folder}")
-        assert answer.code == 2
-        assert f"is running the study in {plan.folder}: wait for it, or type `python -m tune_study stop" in answer.err
-        assert read_files(work_dir) == files_before
-
-
 PUBLISHED_COMMANDS = [
     # The examples of the published documents, and the paths that the documents list for them.
     (
         "run top-p --rollout_filter_value 0.9,nofilter --gpus-per-exp 4 --gpus 0,1,2,3,4,5,6,7",
         ["logs/top_p_sweep_Qwen2.5-3B/09/", "logs/top_p_sweep_Qwen2.5-3B/nofilter/"],
-    ),
-    (
-        "run kl --kl-values 0,0.01 --rollout_filter_include_zero False --gpus-per-exp 4 --gpus 0,1,2,3,4,5,6,7",
-        ["logs/kl_sweep_Qwen2.5-3B/filter_zero/0/", "logs/kl_sweep_Qwen2.5-3B/filter_zero/001/"],
     ),
     (
         "run entropy --entropy-values 0,0.01 --rollout_filter_include_zero False --gpus-per-exp 4 "
@@ -163,34 +136,24 @@ def test_the_documents_show_the_plan_as_it_is_printed(work_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "settings", "line"),
+    ("options", "types"),
     [
-        ("paper", "", "Precision: passes in bfloat16, logits in bfloat16, weights and sums in float32"),
+        ("paper", "bfloat16, logits in bfloat16, weights"),
         (
-            "paper",
-            "--set model.dtype=float16 --set model.loss_scale=1024 --set model.head_dtype=float32",
-            "Precision: passes in float16, losses scaled by 1024, logits in float32, weights and sums in float32",
+            "paper --set model.dtype=float16 --set model.loss_scale=1024 --set model.head_dtype=float32",
+            "float16, losses scaled by 1024, logits in float32, weights",
         ),
         (
-            "paper",
-            "--set model.lora_rank=64 --set model.load_in_4bit=true",
-            "Precision: passes in bfloat16, logits in bfloat16, linear layers of the frozen blocks in 4 bits, trained "
-            "weights and sums in float32",
+            "laptop --set model.lora_rank=4 --set model.load_in_4bit=true",
+            "float32, logits in float32, linear layers of the frozen blocks in 4 bits, trained weights",
         ),
-        (
-            "laptop",
-            "--set model.lora_rank=4 --set model.load_in_4bit=true",
-            "Precision: passes in float32, logits in float32, linear layers of the frozen blocks in 4 bits, trained "
-            "weights and sums in float32",
-        ),
-        ("laptop", "", None),
+        ("laptop", None),
     ],
 )
-def test_a_plan_names_the_precision_unless_all_is_float32(
-    work_dir: Path, preset: str, settings: str, line: str | None
-) -> None:
-    lines = type_in(f"run kl --preset {preset} {settings} --dry-run").out.splitlines()
-    assert [text for text in lines if text.startswith("Precision: ")] == ([] if line is None else [line])
+def test_a_plan_names_the_precision_unless_all_is_float32(work_dir: Path, options: str, types: str | None) -> None:
+    lines = type_in(f"run kl --preset {options} --dry-run").out.splitlines()
+    expected = [] if types is None else [f"Precision: passes in {types} and sums in float32"]
+    assert [line for line in lines if line.startswith("Precision: ")] == expected
 
 
 FakeMachine = Callable[..., None]
@@ -198,32 +161,32 @@ FakeMachine = Callable[..., None]
 
 @pytest.fixture
 def fake_h100(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
-    return lambda free, total=81559: fake_h100_machine(work_dir, monkeypatch, free, total)
-
-
-def fake_h100_machine(work_dir: Path, monkeypatch: pytest.MonkeyPatch, free: int, total: int) -> None:
     """Fake a machine with one GPU of `total` MiB, of which `free` are free, and a downloaded Qwen2.5-0.5B.
 
     Process 4242 uses the rest of the memory.
     """
-    uuid = "GPU-5a4b"
-    answers = (
-        f"*memory.free*) echo '0, {uuid}, {free}, {total}';; *compute-apps*) echo '{uuid}, 4242, {total - free}';; "
-        f"*query-gpu=index,uuid,name*) echo '0, {uuid}, NVIDIA H100 80GB HBM3';;"
-    )
-    script = work_dir / "bin" / "nvidia-smi"
-    script.parent.mkdir()
-    script.write_text(f"#!/bin/sh\ncase $1 in {answers} esac\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    model_folder = work_dir / "cache" / "models--Qwen--Qwen2.5-0.5B" / "snapshots" / "abc"
-    model_folder.mkdir(parents=True)
-    config = {"architectures": ["Qwen2ForCausalLM"], **(find_published_sizes("Qwen/Qwen2.5-0.5B") or {})}
-    (model_folder / "config.json").write_text(json.dumps(config))
-    for name in ("model.safetensors", "tokenizer.json"):
-        (model_folder / name).touch()
-    monkeypatch.setenv("HF_HUB_CACHE", str(work_dir / "cache"))
+
+    def fake_machine(free: int, total: int = 81559) -> None:
+        uuid = "GPU-5a4b"
+        answers = (
+            f"*memory.free*) echo '0, {uuid}, {free}, {total}';; *compute-apps*) echo '{uuid}, 4242, {total - free}';; "
+            f"*query-gpu=index,uuid,name*) echo '0, {uuid}, NVIDIA H100 80GB HBM3';;"
+        )
+        script = work_dir / "bin" / "nvidia-smi"
+        script.parent.mkdir()
+        script.write_text(f"#!/bin/sh\ncase $1 in {answers} esac\n")
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        model_folder = work_dir / "cache" / "models--Qwen--Qwen2.5-0.5B" / "snapshots" / "abc"
+        model_folder.mkdir(parents=True)
+        config = {"architectures": ["Qwen2ForCausalLM"], **(find_published_sizes("Qwen/Qwen2.5-0.5B") or {})}
+        (model_folder / "config.json").write_text(json.dumps(config))
+        for name in ("model.safetensors", "tokenizer.json"):
+            (model_folder / name).touch()
+        monkeypatch.setenv("HF_HUB_CACHE", str(work_dir / "cache"))
+
+    return fake_machine
 
 
 SMALL_LINE = (
@@ -261,8 +224,7 @@ def test_where_all_weights_do_not_fit_adapters_are_trained(fake_h100: FakeMachin
     assert answer.code in ENOUGH_OR_SHORT_OF_DISK, answer.err
     (reason,) = re.findall(r"^Preset paper: (.*)", answer.out, re.M)
     assert f"; adapters instead of all weights ({ADAPTERS}), which do not fit: policy backward takes 62.4 GiB" in reason
-    assert re.search(r"^policy adapters, float32", answer.out, re.M)
-    assert re.search(r"^Fits: ", answer.out, re.M)
+    assert re.search(r"^Fits: .*frozen base weights", answer.out, re.M)
 
 
 @pytest.mark.long
@@ -292,41 +254,6 @@ def test_where_paper_does_not_fit_the_cards_laptop_runs_and_says_why(
     assert paper_answer.out.startswith("DOES NOT FIT: ")
 
 
-@pytest.mark.parametrize(
-    ("total_mib", "preset", "settings", "expected"),
-    [
-        (24576, None, {}, ("paper", 64)),
-        (24576, "paper", {}, ("paper", 64)),
-        (24576, "paper", {"model.lora_rank": 0}, ("paper", 0)),
-        (12288, None, {}, ("laptop", 0)),
-        (12288, None, {"n_gpus_per_node": 1}, ("paper", 0)),
-        (12288, "paper", {}, ("paper", 0)),
-        (81559, None, {}, ("paper", 0)),
-    ],
-)
-def test_a_study_started_from_python_gets_what_fits_as_well(
-    fake_h100: FakeMachine,
-    work_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    total_mib: int,
-    preset: str | None,
-    settings: dict[str, object],
-    expected: tuple[str, int],
-) -> None:
-    fake_h100(total_mib, total=total_mib)
-    started: list[StudyPlan] = []
-
-    def record_plans(plans: Sequence[StudyPlan], *options: object) -> int:
-        started.extend(plans)
-        return 1
-
-    monkeypatch.setattr(preflight, "start_studies", record_plans)
-    with pytest.raises(RuntimeError, match="ended with code 1"):
-        tune_study.run(replace(STUDIES["kl"], name="my-kl"), preset, output=work_dir / "o", settings=settings)
-    (plan,) = started
-    assert (plan.preset, plan.ppo_config.model.lora_rank) == expected
-
-
 def test_python_takes_the_options_of_a_run(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study, started = replace(STUDIES["kl"], name="my-kl"), list[tuple[StudyPlan, LaunchRequest]]()
 
@@ -335,12 +262,14 @@ def test_python_takes_the_options_of_a_run(work_dir: Path, monkeypatch: pytest.M
         return 1
 
     monkeypatch.setattr(preflight, "start_studies", record_start)
-    with pytest.raises(RuntimeError, match="ended with code 1"):
-        tune_study.run(study, "laptop", values=["0"], steps=7, keep_best=True, max_hours=2, output="o")
-    ((plan, launch),) = started
+    for options in ({}, {"max_hours": 2, "wandb": "offline"}):
+        with pytest.raises(RuntimeError, match="ended with code 1"):
+            tune_study.run(study, "laptop", values=["0"], steps=7, keep_best=True, output="o", **options)
+    plan, _ = started[0]
     config = plan.ppo_config
     assert (plan.values, config.trainer.total_training_steps, config.trainer.keep_best) == (("0",), 7, True)
-    assert (plan.output, launch.max_hours, launch.wandb) == (work_dir / "o", 2, "off")
+    assert plan.output == work_dir / "o"
+    assert [(launch.max_hours, launch.wandb) for _, launch in started] == [(None, "off"), (2, "offline")]
     for name in ("step", "dry_run", "assignments"):
         with pytest.raises(TypeError, match=f"tune_study.run has no argument {name}"):
             tune_study.run(study, "laptop", **{name: 3})
@@ -358,7 +287,7 @@ def test_a_plan_for_a_card_that_is_known_has_an_estimate_of_time(fake_h100: Fake
     fake_h100(81000)
     out = type_in(f"{SMALL_LINE} --dry-run").out
     assert "Memory: GPU with 79.6 GiB (from nvidia-smi)" in out
-    assert re.search(r"^Time: at most about [\d.]+ (s|min|h|d) per run, .* at 40% of 989 TFLOP/s and 50% of", out, re.M)
+    assert re.search(r"^Time: at most about [\d.]+ (s|min|h|d) for .* at 40% of 989 TFLOP/s and 50% of", out, re.M)
 
 
 def test_extending_is_planned_over_old_and_new(work_dir: Path) -> None:
@@ -400,6 +329,9 @@ def test_list_shows_every_study_on_a_line() -> None:
     assert [words[0] for words in lines] == ["study", *STUDIES, *SUITES, "Axis"]
     assert all(STUDIES[words[0]].question.split() == words[1:] for words in lines if words[0] in STUDIES)
     assert [" ".join(words[-6:]) for words in lines[-1:]] == ["study: python -m tune_study list kl"]
+    for name, members in SUITES.items():
+        lines = [*map(str.split, type_in(f"list {name}").out.splitlines())]
+        assert [words[0] for words in lines] == ["study", *members, name, "Axis"]
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -408,22 +340,13 @@ def test_list_shows_the_axis_of_a_study(name: str) -> None:
     assert out.startswith(f"{name}: {study.question.strip()}\n")
     assert study.axis.option in out
     grid = "group 1 (" if study.axis.value_groups else ",".join(study.axis.grids["laptop"])
-    assert (grid if len(grid) <= 120 else grid[:90]) in out
-    assert type_in(f"list {name} --json").out == json.dumps(make_study_list([study], {}), indent=2) + "\n"
+    assert grid in out
 
 
 @pytest.mark.parametrize("name", SUITES)
 def test_list_shows_the_studies_of_a_suite(name: str) -> None:
     lines = [*map(str.split, type_in(f"list {name}").out.splitlines())]
     assert [words[0] for words in lines] == ["study", *SUITES[name], name, "Axis"]
-    entries = json.loads(type_in(f"list {name} --json").out)
-    assert [entry["name"] for entry in entries["studies"]] == list(SUITES[name])
-    assert entries["suites"] == [{"name": name, "studies": list(SUITES[name])}]
-
-
-def test_list_shortens_a_long_axis() -> None:
-    line = next(line for line in type_in("list sandbox-delays").out.splitlines() if "REINFORCE-delay100" in line)
-    assert line.endswith(",PG-delay0,... (36 values)")
 
 
 def test_settings_lists_what_is_changed_most_and_says_how_to_see_the_rest() -> None:
@@ -455,19 +378,15 @@ def test_all_settings_are_listed_with_default_and_bounds() -> None:
     )
     assert re.search(r" none +.* none \| linear \| sqrt$", lines["actor.filter_loss_scaling"])
     assert re.search(r" 512 +.* whole number >= 0, <= 512$", lines["env.test_env_groups"])
+    assert lines["trainer.resume_seconds"].endswith(" number >= 0, or null")
+    assert lines["env.papers.file"].endswith(" text, or null")
 
 
 def test_settings_of_a_sandbox_are_its_own() -> None:
     lines = {line.split()[0]: line for line in type_in("settings influence --all").out.splitlines()}
     assert lines.keys() - {"setting"} == set(list_field_names(UpdateRuleConfig)) - {"seed"}
     assert re.search(r" 0\.04 +.* number >= 0$", lines["grpo_beta"])
-    assert type_in("settings nosuchword").code == 2
-
-
-def test_settings_are_found_by_a_word_of_their_name_or_meaning() -> None:
-    lines = {line.split()[0] for line in type_in("settings epochs").out.splitlines()}
-    assert {"actor.ppo_epochs", "critic.ppo_epochs"} <= lines
-    assert "actor.lr" not in lines
+    assert type_in("settings nosuchstudy").code == 2
 
 
 def test_status_says_how_far_each_run_is(work_dir: Path) -> None:
@@ -500,15 +419,6 @@ def test_status_says_how_far_each_run_is(work_dir: Path) -> None:
     assert type_in(f"status {plan.folder}").out.startswith("kl (laptop): finished; runs: 2 completed\n")
 
 
-def test_status_says_which_runs_could_not_learn_in_any_step(work_dir: Path) -> None:
-    plan = write_started_study(work_dir)
-    empty = {"groups": 8, "zero_std_groups": 8, "groups_kept": 0}
-    for spec, last_row in zip(plan.runs, ({**empty, "step": 2}, {"step": 2, "groups": 8}), strict=True):
-        write_lines(plan.get_run_dir(spec.run_id) / "metrics.jsonl", [{**empty, "step": 1}, last_row])
-    output = type_in(f"status {plan.folder}").out
-    assert "\nIn 1 of 2 runs (arm 0), every group had equal scores, so the rewards taught nothing.\n" in output
-
-
 def test_status_names_the_step_of_a_collapse(work_dir: Path) -> None:
     unpack(work_dir / "results" / "study")
     lines = type_in("status results/study").out.splitlines()
@@ -530,36 +440,6 @@ def test_the_status_of_a_run_knows_the_steps_of_its_arm(work_dir: Path) -> None:
     assert all(f" {spec.steps}/{spec.steps} " in output for spec in plan.runs)
     (plan.get_run_dir(plan.runs[0].run_id) / "run.json").write_text("{}")
     assert type_in(f"status {plan.folder}").code == 0
-
-
-def test_the_status_has_the_last_finite_value_of_any_size(work_dir: Path) -> None:
-    plan = write_started_study(work_dir)
-    values = [0.25, 3.7, "9"]
-    rows = [{"step": step, "val_success": value} for step, value in enumerate(values, start=1)]
-    run_id = plan.runs[0].run_id
-    write_lines(plan.get_run_dir(run_id) / "metrics.jsonl", rows)
-    write_record(plan.get_run_dir(run_id), StatusRecord(run_id, "running"))
-    assert re.search(r"\n0 +0 +interrupted +3/3 +3\.700 ", type_in(f"status {plan.folder}").out)
-
-
-def test_the_power_of_a_plan_is_that_for_the_margins_of_the_study(work_dir: Path) -> None:
-    lines = {}
-    for margin in (0.05, 0.5):
-        study = replace(STUDIES["kl"], margins={"late_val_success": margin})
-        plan = plan_study(work_dir, ("0", "0.1"), 3, study=study)
-        lines[margin] = describe_power(make_study_record(plan))
-    assert "; for 0.05, type --seeds " in lines[0.05]
-    assert lines[0.5].endswith("noise of recorded runs)")
-
-
-def test_status_names_a_damaged_status_and_goes_on(work_dir: Path) -> None:
-    plan = write_started_study(work_dir)
-    run_dir = plan.get_run_dir(plan.runs[0].run_id)
-    write_lines(run_dir / "metrics.jsonl", [{"step": 1}])
-    (run_dir / "status.json").write_text('{"status": "completed"}')
-    with pytest.warns(DamageWarning, match=r"status\.json is damaged: it does not match its checksum\.$"):
-        answer = type_in(f"status {plan.folder}")
-    assert answer.out.startswith("kl (laptop): unfinished; runs: 1 interrupted, 1 never_ran\n")
 
 
 @pytest.mark.parametrize("name", ["report.html", "study.json", "figures/curves.svg"])

@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +10,6 @@ import pytest
 import analysis
 from tests.fakes.command_line import assert_refused, get_output, type_words
 from tests.fakes.plans import SMALL_SETTINGS, plan_study, train_without_ray
-from trainable.config.command_lines import PROGRAM
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import StatusRecord, write_record
 from trainable.trial import PPO
@@ -79,7 +76,7 @@ def test_a_probe_names_the_checkpoints_that_were_left_behind(moved_folder: Path,
     checkpoint_dir = moved_folder / whole_study.runs[0].checkpoint_dir
     error = assert_refused(type_words("probe", moved_folder, "--checkpoint-step", 1))
     assert "has no checkpoint of step 1. Available steps: 2, 3." in error
-    assert f"It saves one every 2 steps, in {checkpoint_dir}, which does not exist." in error
+    assert f"It saves one every 2 steps, in {checkpoint_dir}." in error
     # A rolling checkpoint came along, and a saved one can be named where it is.
     assert "after step 3; nothing is trained" in get_output(type_words("probe", str(moved_folder)))
     assert (moved_folder / "logs").is_dir()
@@ -100,17 +97,3 @@ def test_a_moved_run_continues_from_its_rolling_checkpoint(moved_folder: Path) -
     assert [row["step"] for row in read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE)] == [1, 2, 3, 4, 5]
     checkpoint_dir = moved_folder / spec.checkpoint_dir
     assert sorted(path.name for path in checkpoint_dir.iterdir()) == ["global_step_4", "global_step_5"]
-
-
-@pytest.mark.slow
-def test_the_command_that_status_prints_can_be_pasted(moved_folder: Path) -> None:
-    """`status` is typed with a relative path that begins with a dash, and its answer is given to a real shell."""
-    status = get_output(type_words("status", "--", NAME))
-    command = status.split("Continue with: ")[1].rstrip("\n")
-    assert command.startswith(f"{PROGRAM} resume ")
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    answer = subprocess.run(
-        ["bash", "-c", f"{command} --dry-run"], capture_output=True, text=True, cwd=moved_folder.parent, env=environment
-    )
-    assert answer.returncode == 0, answer.stderr
-    assert f"Results: {moved_folder}\n" in answer.stdout

@@ -23,11 +23,18 @@ from trainable.runs.history import RunHistory, find_contradiction
 from trainable.runs.records import STATUSES
 from trainable.runs.run_files import read_rows
 from trainable.runs.study_record import ENDED_STATUSES, StatusRecord, find_record, read_record, write_record
-from tune_study.folder import summary
+from tune_study.folder import statuses as statuses_module
 from tune_study.folder.outputs import check_writable, lock_folder, read_git_state, write_study
-from tune_study.folder.statuses import StudyStatuses, find_finished_runs, make_timestamp, parse_skipped_statuses
+from tune_study.folder.statuses import (
+    StudyStatuses,
+    find_finished_runs,
+    format_run_times,
+    format_summary_line,
+    make_timestamp,
+    parse_skipped_statuses,
+    write_summary,
+)
 from tune_study.folder.study_file import check_unchanged, is_running, plan_from_folder
-from tune_study.folder.summary import format_run_times, format_summary_line, format_wall_seconds, write_summary
 from tune_study.placement.model_files import check_model, find_hub_cache, make_absolute
 from tune_study.placement.resources import preflight
 from tune_study.plan.errors import PlanError
@@ -45,21 +52,6 @@ def allocate_resources(plan: StudyPlan) -> ResourcePlan:
 def make_ended_status(run_id: str, status: str = "completed", **fields: object) -> StatusRecord:
     times = {"started_at": "2026-01-01T00:00:00+00:00", "ended_at": "2026-01-01T01:00:05+00:00"}
     return StatusRecord(run_id, status, **{**times, **fields})
-
-
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "file.json"
-    write_object(path, {"a": 1})
-    write_object(path, {"a": [2, "ü"]})
-    assert read_object(path) == {"a": [2, "ü"]}
-    assert [entry.name for entry in path.parent.iterdir()] == ["file.json"]
-
-
-def test_a_status_survives_its_file(tmp_path: Path) -> None:
-    status = make_ended_status("a", "early_stopped", stop_rule="empty_filtered_steps", stop_value=5.0, stop_step=9)
-    write_record(tmp_path, status)
-    assert find_record(StatusRecord, tmp_path) == status
-    assert find_record(StatusRecord, tmp_path / "nowhere") is None
 
 
 @pytest.mark.parametrize("field", ["started_at", "ended_at"])
@@ -88,10 +80,11 @@ def test_every_run_has_a_status_before_and_after(tmp_path: Path) -> None:
     assert {read_record(StatusRecord, run_dir).status for run_dir in run_dirs} == {"waiting"}
     statuses.set(make_ended_status(plan.runs[0].run_id))
     statuses.set(StatusRecord(plan.runs[1].run_id, "running", started_at=make_timestamp()))
-    append_record(run_dirs[1] / "metrics.jsonl", {"step": 3})
+    append_record(run_dirs[1] / "metrics.jsonl", {"step": 0})  # written after the first evaluation, before training
     assert statuses.close("the study was interrupted") == ""
     ends = [read_record(StatusRecord, run_dir) for run_dir in run_dirs]
     assert [status.status for status in ends] == ["completed", "interrupted", "never_ran"]
+    assert ends[1].reason == "the study was interrupted, after step 0"
     assert ends[2].reason == "the study was interrupted before it started"
 
 
@@ -128,7 +121,7 @@ def test_a_skipped_run_does_not_wait(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"run_id": "other", "status": "never_ran"}'])
-def test_a_deleted_or_damaged_status_is_written_again_while_the_study_runs(tmp_path: Path, damage: bytes) -> None:
+def test_a_deleted_or_damaged_status_is_written_again_at_the_end(tmp_path: Path, damage: bytes) -> None:
     plan = make_plan_in(tmp_path)
     write_study(plan)
     statuses = StudyStatuses(plan, finished_ids=())
@@ -139,9 +132,6 @@ def test_a_deleted_or_damaged_status_is_written_again_while_the_study_runs(tmp_p
     if damage:
         path.write_bytes(damage)
     assert statuses.get(running_status.run_id) == running_status
-    statuses.restore_file(running_status.run_id)
-    assert find_record(StatusRecord, path.parent) == running_status
-    path.unlink()
     assert statuses.close("the study was interrupted") == ""
     status = read_record(StatusRecord, path.parent)
     assert (status.status, status.started_at) == ("never_ran", running_status.started_at)
@@ -337,22 +327,8 @@ def test_the_state_of_the_sources_is_known_where_they_are_kept(tmp_path: Path) -
     git("commit", "-q", "-m", "code")
     state = read_git_state(tmp_path)
     assert (len(state.commit), state.dirty) == (40, False)
-    # Results of studies in the checkout change no code, and a new module does.
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "rows.jsonl").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text("{}")  # results of studies in the checkout change no code
     assert read_git_state(tmp_path) == state
-    (tmp_path / "trainable" / "algo").mkdir(parents=True)
-    (tmp_path / "trainable" / "algo" / "new.py").write_text("")
-    assert read_git_state(tmp_path) == replace(state, dirty=True)
-    # Asked from a folder below the top, as here, it is the same.
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "other.py").write_text("")
-    git("add", "folder")
-    git("commit", "-q", "-m", "folder")
-    below = read_git_state(tmp_path / "folder")
-    assert below.dirty
-    state = replace(below, dirty=False)
-    (tmp_path / "trainable" / "algo" / "new.py").unlink()
     (tmp_path / "code.py").write_text("x = 1")
     assert read_git_state(tmp_path) == replace(state, dirty=True)
 
@@ -366,40 +342,24 @@ ROWS = [
 ]
 
 
-def test_a_row_of_step_0_is_a_start(tmp_path: Path) -> None:
-    """The row of step 0 is written after the first evaluation and before training."""
-    plan = make_plan_in(tmp_path)
-    write_study(plan)
-    run_dir = plan.get_run_dir(plan.runs[0].run_id)
-    statuses = StudyStatuses(plan, finished_ids=())
-    statuses.set(StatusRecord(plan.runs[0].run_id, "running", started_at=make_timestamp()))
-    append_record(run_dir / "metrics.jsonl", {"step": 0})
-    statuses.close("the study was interrupted")
-    status = read_record(StatusRecord, run_dir)
-    assert (status.status, status.reason) == ("interrupted", "the study was interrupted, after step 0")
-
-
-def test_the_line_of_a_failure_takes_no_time_away() -> None:
-    assert format_run_times([*ROWS, {"step": 4, "failure": "not finite"}], ("total",)) == ["total_time=30.00s"]
-
-
-def test_times_add_up() -> None:
-    phases = ("train", "eval", "total")
-    assert format_run_times(ROWS, phases) == ["train_time=23.50s", "eval_time=6.50s", "total_time=30.00s"]
-    assert format_run_times([], phases) == ["train_time=N/A", "eval_time=N/A", "total_time=N/A"]
+def test_times_add_up(tmp_path: Path) -> None:
     collapse_times = [{"seconds_collapse_first_turn": 1.5}, {"seconds_collapse_multi_turn": 2.0}, {}]
-    rows = [{**row, **collapse_time} for row, collapse_time in zip(ROWS, collapse_times, strict=False)]
-    assert format_run_times(rows, ("train", "collapse", "collapse_first", "collapse_multi")) == [
-        "train_time=20.00s",
-        "collapse_time=3.50s",
-        "collapse_first_time=1.50s",
-        "collapse_multi_time=2.00s",
+    for row, collapse_time in zip(ROWS, collapse_times, strict=True):
+        append_record(tmp_path / "rows", row)
+        append_record(tmp_path / "collapse", {**row, **collapse_time})
+    append_record(tmp_path / "rows", {"step": 4, "failure": "not finite"})  # the row of a failure has no times
+    phases = ("train", "eval", "total")
+    assert format_run_times(tmp_path / "rows", "", phases) == [
+        "train_time=23.50s",
+        "eval_time=6.50s",
+        "total_time=30.00s",
     ]
-
-
-def test_wall_time_is_from_first_start_to_end() -> None:
-    assert format_wall_seconds(make_ended_status("a")) == "3605s"
-    assert format_wall_seconds(StatusRecord("a", "running", started_at=make_timestamp())) == "N/A"
+    assert format_run_times(tmp_path / "none", "", phases) == [f"{phase}_time=N/A" for phase in phases]
+    phases = ("train", "collapse", "collapse_first", "collapse_multi")
+    times = [
+        f"{phase}_time={seconds}s" for phase, seconds in zip(phases, ("20.00", "3.50", "1.50", "2.00"), strict=True)
+    ]
+    assert format_run_times(tmp_path / "collapse", "", phases) == times
 
 
 def test_a_summary_line_has_the_published_fields_of_its_study(tmp_path: Path) -> None:
@@ -431,18 +391,6 @@ def test_published_words_for_how_a_run_ended(tmp_path: Path, status: str, publis
     assert line.endswith("\n  error: ValueError: no") == (status == "failed")
 
 
-def test_a_rule_is_named_with_its_step(tmp_path: Path) -> None:
-    plan = make_plan_in(tmp_path)
-    status = make_ended_status("a", "early_stopped", stop_rule="low_validation_success", stop_step=50)
-    assert format_summary_line(plan, plan.runs[0], status, "1xH100").endswith("early_stop=low_validation_success@50")
-
-
-def test_a_run_that_never_started_is_missing(tmp_path: Path) -> None:
-    plan = make_plan_in(tmp_path, seeds=2)
-    for status in (None, StatusRecord("a", "never_ran")):
-        assert format_summary_line(plan, plan.runs[2], status, "1xH100") == "kl=0 | status=missing | seed=1"
-
-
 def test_the_summary_lists_ended_runs_as_they_ended_and_then_all(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path, values=("0", "0.1", "0.2"))
     write_study(plan)
@@ -466,32 +414,22 @@ def test_the_summary_lists_ended_runs_as_they_ended_and_then_all(tmp_path: Path)
     assert block[3] == "kl=0.1 | status=missing | seed=0"
 
 
-def test_the_rows_of_a_run_are_read_once_for_all_summaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_of_a_run_are_read_once_per_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan_in(tmp_path, values=("0", "0.1", "0.2"))
     write_study(plan)
     read_paths: list[Path] = []
-
-    def read_and_note(path: Path) -> list[dict[str, object]]:
-        read_paths.append(path)
-        return read_rows(path)
-
-    monkeypatch.setattr(summary, "read_rows", read_and_note)
-    run_times: summary.RunTimes = {}
+    monkeypatch.setattr(statuses_module, "read_rows", lambda path: [read_paths.append(path), *read_rows(path)][1:])
     for hour, spec in enumerate(plan.runs):
-        run_dir = plan.get_run_dir(spec.run_id)
-        append_record(run_dir / "metrics.jsonl", {"step": 1, "seconds_total": 10.0 + hour})
-        write_record(run_dir, make_ended_status(spec.run_id, ended_at=f"2026-01-01T0{hour}:00:00+00:00"))
-        write_summary(plan, allocate_resources(plan), is_closing=hour == 2, run_times=run_times)
+        append_record(plan.get_run_dir(spec.run_id) / "metrics.jsonl", {"step": 1, "seconds_total": 10.0 + hour})
+        ended_at = f"2026-01-01T0{hour}:00:00+00:00"
+        write_record(plan.get_run_dir(spec.run_id), make_ended_status(spec.run_id, ended_at=ended_at))
+        write_summary(plan, allocate_resources(plan), is_closing=hour == 2)
     assert len(read_paths) == len(set(read_paths)) == 3
-    text = plan.summary_log.read_text()
-    write_summary(plan, allocate_resources(plan), is_closing=True)
-    assert plan.summary_log.read_text().splitlines()[1:] == text.splitlines()[1:]
-    assert len(read_paths) == 6
     # A run that was continued has another end, and other times.
-    append_record(plan.get_run_dir(plan.runs[0].run_id) / "metrics.jsonl", {"step": 2, "seconds_total": 99.0})
-    status = make_ended_status(plan.runs[0].run_id, ended_at="2026-01-01T09:00:00+00:00")
-    write_record(plan.get_run_dir(plan.runs[0].run_id), status)
-    write_summary(plan, allocate_resources(plan), is_closing=True, run_times=run_times)
+    run_dir = plan.get_run_dir(plan.runs[0].run_id)
+    append_record(run_dir / "metrics.jsonl", {"step": 2, "seconds_total": 99.0})
+    write_record(run_dir, make_ended_status(plan.runs[0].run_id, ended_at="2026-01-01T09:00:00+00:00"))
+    write_summary(plan, allocate_resources(plan), is_closing=True)
     assert "total_time=99.00s" in plan.summary_log.read_text()
 
 

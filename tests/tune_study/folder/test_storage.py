@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import search_spaces.catalog
 from tests.fakes.command_line import assert_refused, get_output, type_in, type_words
 from tests.fakes.lines import append_record
-from tests.fakes.plans import plan_study
+from tests.fakes.plans import plan_study, read_shape
+from tests.fakes.sessions import run_here
 from tests.fakes.trainer import COLLAPSES, CRASHES_ONCE, make_fake_rows, make_study
 from tests.tune_study.plan.test_storage_uri import SECRET_PLACES
 from trainable.files.json_values import read_object
@@ -31,7 +31,6 @@ from tune_study.placement.resources import preflight
 from tune_study.plan.errors import PlanError
 from tune_study.plan.storage_uri import join_uri
 from tune_study.plan.study_plan import StudyPlan, add_seeds
-from tune_study.tune.run import execute_study
 from tune_study.tune.trials import make_trial_config
 
 FAKE = make_study("Fake")
@@ -76,7 +75,7 @@ def test_runs_that_are_added_later_are_copied_too(tmp_path: Path) -> None:
     assert stored_study.push() == ""
     larger_plan = add_seeds(plan, {"0": (1,)})
     outputs.write_study(larger_plan)
-    stored_study.add_runs(larger_plan)
+    stored_study.plan = larger_plan
     assert stored_study.push() == ""
     added_run = larger_plan.runs[-1].run_id
     stored_files = {path.name for path in (tmp_path / "store" / plan.run / "runs" / added_run).iterdir()}
@@ -355,21 +354,14 @@ def test_states_need_room_on_the_node() -> None:
         disk.check_scratch("This machine", 1, 2, 1, "use a larger disk")
 
 
-def test_a_node_keeps_three_states_of_a_run_and_one_to_keep(tmp_path: Path) -> None:
-    for save_freq, n_checkpoints in (("-1", 3), ("1", 4)):
-        plan = make_plan_in(tmp_path, None, ("0",), **{"trainer.save_freq": save_freq})
-        budget = disk.estimate_disk_budget(plan, preflight(plan, None, (), 2, None, is_real=True), {})
-        assert budget.checkpoint_bytes is not None
-        assert disk.compute_scratch_bytes(budget) == n_checkpoints * budget.checkpoint_bytes
-        assert disk.compute_scratch_bytes(budget._replace(checkpoint_bytes=None)) is None
+def test_a_node_has_room_for_three_states_of_a_run_and_one_that_is_copied(tmp_path: Path) -> None:
+    plan = make_plan_in(tmp_path, None, ("0",))
+    budget = disk.estimate_disk_budget(plan, preflight(plan, None, (), 2, None, is_real=True), {})
+    checkpoint_bytes = disk.compute_checkpoint_bytes(read_shape("sokoban-tiny"), plan.ppo_config)
+    assert budget.scratch_bytes == 4 * checkpoint_bytes
 
 
 # Through Ray, with the runs on this machine and a folder as storage.
-
-
-def run_study(plan: StudyPlan) -> tuple[int, str]:
-    console = Console(record=True, width=200, force_terminal=False)
-    return execute_study(plan, preflight(plan, None, (), 2, None, is_real=True), console), console.export_text()
 
 
 @pytest.mark.slow
@@ -393,13 +385,13 @@ def test_an_interrupted_study_goes_on_elsewhere_to_the_rows_of_an_uninterrupted_
 
     with monkeypatch.context() as patch:
         patch.setattr(StoredStudy, "follow", interrupt_at_the_fourth_checkpoint)
-        code, text = run_study(plan)
+        code, text = run_here(plan)
     assert code == 130, text
     assert f"From another machine: python -m tune_study resume {shlex.quote(plan.study_uri)}" in text
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "b")
     resumed_plan = locate.plan_resume(plan.study_uri, is_real=True)
-    code, text = run_study(resumed_plan)
+    code, text = run_here(resumed_plan)
     assert code == 0, text
     for spec in resumed_plan.runs:
         status = read_record(StatusRecord, resumed_plan.get_run_dir(spec.run_id))
@@ -510,9 +502,8 @@ def test_no_link_in_a_shared_folder_is_followed(name: str, tmp_path: Path) -> No
     (foreign / "below").mkdir(parents=True)
     (tmp_path / plan.run / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / plan.run / name).symlink_to(foreign)
-    for read in (storage.fetch_study, storage.fetch_results):
-        with pytest.raises(PlanError, match="symbolic link"):
-            read(plan.study_uri, tmp_path / "copy")
+    with pytest.raises(PlanError, match="symbolic link"):
+        storage.fetch_study(plan.study_uri, tmp_path / "copy")
     with pytest.raises(PlanError, match="symbolic link"), StoredStudy(plan).keep_synced():
         pass
     assert not (tmp_path / "copy").exists()

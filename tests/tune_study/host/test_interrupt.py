@@ -41,20 +41,18 @@ def test_the_first_signal_is_a_request_and_the_second_an_end(
     assert signal.getsignal(signal_number) is old_handler
 
 
-def test_two_signals_at_once_are_one_event(interrupt: Interrupt, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tune_study.host.interrupt._ONE_EVENT_S", 60.0)
+@pytest.mark.parametrize(
+    ("signals", "window"),
+    [((signal.SIGINT, signal.SIGINT, signal.SIGTERM), 60.0), ((signal.SIGHUP, signal.SIGHUP, signal.SIGHUP), 0.0)],
+)
+def test_two_signals_at_once_and_any_hang_up_are_one_request(
+    interrupt: Interrupt, monkeypatch: pytest.MonkeyPatch, signals: tuple[signal.Signals, ...], window: float
+) -> None:
+    monkeypatch.setattr("tune_study.host.interrupt._ONE_EVENT_S", window)
     messages = list[str]()
     with interrupt.handle_signals(messages.append):
-        for signal_number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+        for signal_number in signals:
             os.kill(os.getpid(), signal_number)
-    assert len(messages) == 1
-
-
-def test_a_hang_up_asks_and_never_hurries(interrupt: Interrupt) -> None:
-    messages = list[str]()
-    with interrupt.handle_signals(messages.append):
-        for _ in range(3):
-            os.kill(os.getpid(), signal.SIGHUP)
     assert interrupt.is_requested
     assert len(messages) == 1
 
@@ -121,14 +119,10 @@ def test_a_time_limit_requests_a_stop_and_says_why(interrupt: Interrupt) -> None
 
 
 def test_a_body_that_ends_before_the_limit_is_not_stopped(interrupt: Interrupt) -> None:
-    num_threads = threading.active_count()
-    with interrupt.limit_time(start_time_limit(1.0), lambda text: None):
-        assert threading.active_count() == num_threads + 1
-    with interrupt.limit_time(start_time_limit(None), lambda text: None):
-        pass
-    assert not interrupt.is_requested
-
-
-def test_the_deadline_is_hours_from_the_start() -> None:
-    limit = start_time_limit(2.0)
+    limit, num_threads = start_time_limit(2.0), threading.active_count()
     assert 7190 < limit.deadline - time.monotonic() <= 7200
+    with interrupt.limit_time(start_time_limit(None), print):
+        assert threading.active_count() == num_threads
+    with interrupt.limit_time(limit, print):
+        assert threading.active_count() == num_threads + 1
+    assert not interrupt.is_requested

@@ -15,12 +15,7 @@ from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.models.interface import ValueModel
 from trainable.models.qwen2 import Qwen2, Qwen2Trunk
 from trainable.models.qwen2_shape import Qwen2Shape
-from tune_study.placement.model_size import (
-    count_policy_parameters,
-    list_policy_tensor_sizes,
-    list_trained_tensor_sizes,
-    read_model_shape,
-)
+from tune_study.placement.model_size import list_trained_sizes, read_model_shape
 
 # Parameters of the Qwen2.5 models on the hub, from their cards.
 PUBLISHED = {
@@ -32,6 +27,9 @@ PUBLISHED = {
     "32": 32_763_876_352,
     "72": 72_706_203_648,
 }
+
+
+NO_MODELS = {"HF_HUB_CACHE": "/nowhere"}
 
 
 def write_config(folder: Path, **changes: object) -> Path:
@@ -68,36 +66,25 @@ def test_counts_are_those_of_the_modules(qwen2_shape: Qwen2Shape) -> None:
     with TemporaryDirectory() as folder:
         shape = read_shape(str(write_config(Path(folder), **asdict(qwen2_shape))))
     policy, critic = Qwen2(qwen2_shape), ValueModel(Qwen2Trunk(qwen2_shape))
+    policy_sizes, critic_sizes = list_parameter_counts(policy), list_parameter_counts(critic)
     assert (shape.head_dim, shape.tie_word_embeddings) == (qwen2_shape.head_dim, qwen2_shape.tie_word_embeddings)
-    assert list_policy_tensor_sizes(shape) == list_parameter_counts(policy)
-    assert list_trained_tensor_sizes(shape, RunConfig())["critic"] == list_parameter_counts(critic)
+    assert list_trained_sizes(shape, RunConfig()) == {"policy": policy_sizes, "critic": critic_sizes}
     shared_trunk = apply_overrides(RunConfig(), {"critic.shared_trunk": True})
-    assert list_trained_tensor_sizes(shape, shared_trunk) == {
-        "policy": list_parameter_counts(policy) + list_parameter_counts(critic.score)
-    }
-    assert count_policy_parameters(shape) == sum(list_parameter_counts(policy))
+    assert list_trained_sizes(shape, shared_trunk) == {"policy": policy_sizes + list_parameter_counts(critic.score)}
+    assert shape.parameters == sum(policy_sizes)
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_a_model_that_is_not_here_has_its_published_parameters(size: str) -> None:
-    environ = {"HF_HUB_CACHE": "/nowhere"}
-    shape = read_shape(f"Qwen/Qwen2.5-{size}B", environ)
-    assert count_policy_parameters(shape) == PUBLISHED[size]
-    assert read_model_shape(f"Qwen/Qwen2.5-{size}B-Instruct", environ) == shape
+    shape = read_shape(f"Qwen/Qwen2.5-{size}B", NO_MODELS)
+    assert shape.parameters == PUBLISHED[size]
+    for path in (f"{size}B-Instruct", f"Math-{size}B", f"Coder-{size}B-Instruct"):
+        assert read_model_shape(f"Qwen/Qwen2.5-{path}", NO_MODELS) == shape
 
 
-@pytest.mark.parametrize("path", ["Qwen/Qwen2.5-Math-7B", "Qwen/Qwen2.5-Coder-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"])
-def test_variants_have_the_sizes_of_their_base(path: str) -> None:
-    assert read_model_shape(path, {"HF_HUB_CACHE": "/nowhere"}) == read_model_shape(
-        "Qwen/Qwen2.5-7B", {"HF_HUB_CACHE": "/nowhere"}
-    )
-
-
-@pytest.mark.parametrize(
-    "path", [f"Qwen/Qwen2.5-{name}" for name in ("4B", "Math-3B", "Math-14B", "Coder-72B", "7B-Instruct-AWQ", "7B ")]
-)
-def test_what_was_not_released_has_no_shape(path: str) -> None:
-    assert read_model_shape(path, {"HF_HUB_CACHE": "/nowhere"}) is None
+@pytest.mark.parametrize("name", ["4B", "7B-Instruct-AWQ", "7B "])
+def test_what_was_not_released_has_no_shape(name: str) -> None:
+    assert read_model_shape(f"Qwen/Qwen2.5-{name}", NO_MODELS) is None
 
 
 @pytest.mark.parametrize("path", ["some/model", "Qwen/Qwen2.5-3B"])
@@ -144,4 +131,4 @@ def test_another_config_has_no_shape(changes: dict[str, object] | str, tmp_path:
 
 def test_a_head_that_is_not_named_as_tied_is_one_of_its_own(tmp_path: Path) -> None:
     shape = read_shape(str(write_config(tmp_path, tie_word_embeddings=None)))
-    assert list_policy_tensor_sizes(shape)[-1] == shape.vocab_size * shape.hidden_size
+    assert list_trained_sizes(shape, RunConfig())["policy"][-1] == shape.vocab_size * shape.hidden_size

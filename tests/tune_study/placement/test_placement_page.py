@@ -9,7 +9,7 @@ import pytest
 from tests.fakes.plans import read_shape
 from trainable.config.run_config import RunConfig, apply_overrides
 from tune_study.placement import memory
-from tune_study.placement.memory import GIB, POLICY_BACKWARD
+from tune_study.placement.memory import GIB
 from tune_study.placement.model_size import ModelShape
 
 PAGE = (Path(__file__).parents[3] / "docs" / "placement.md").read_text(encoding="utf-8")
@@ -24,9 +24,9 @@ def read_rows(section: str) -> list[list[str]]:
 def test_a_plan_by_hand_has_the_items_of_the_plan() -> None:
     shape = read_shape("Qwen/Qwen2.5-3B")
     config = apply_overrides(RunConfig(), {"actor.use_kl_loss": True, "trainer.swap_to_host": True})
-    items = {item.name: item.gpu_bytes[POLICY_BACKWARD] for item in memory.list_allocations(shape, config, 80 * GIB)}
+    items = {item.name: item.backward for item in memory.list_allocations(shape, config, 80 * GIB)}
     groups = (
-        ("policy weights, float32", "policy gradients"),
+        ("policy weights", "policy gradients"),
         ("policy AdamW moments",),
         ("copies of weights",),
         ("activations",),
@@ -70,20 +70,16 @@ def plan_backward(shape: ModelShape, tokens: int, settings: Mapping[str, object]
     sequence = {"env.max_turn": 1, "rollout.response_length": tokens - 320, "rollout.max_model_len": None}
     policy = {"algorithm.adv_estimator": "grpo", "rollout.name": "torch"}
     config = apply_overrides(RunConfig(), {**one_row, **sequence, **policy, **settings})
-    return memory.sum_by_phase(memory.list_allocations(shape, config, 80 * GIB))[POLICY_BACKWARD]
+    return sum(item.backward for item in memory.list_allocations(shape, config, 80 * GIB))
 
 
 def plan_states(parameters: int, stage: int, ranks: int) -> int:
     config = apply_overrides(RunConfig(), {"trainer.n_gpus_per_node": ranks, "trainer.zero_stage": stage})
-    return sum(
-        item.gpu_bytes[POLICY_BACKWARD] for item in memory.list_network_allocations("policy", parameters, config)
-    )
+    return sum(item.backward for item in memory.list_network_allocations("policy", parameters, config))
 
 
 def plan_engine(shape: ModelShape) -> int:
-    items = {
-        item.name: item.gpu_bytes[memory.ROLLOUT] for item in memory.list_allocations(shape, RunConfig(), 80 * GIB)
-    }
+    items = {item.name: item.rollout for item in memory.list_allocations(shape, RunConfig(), 80 * GIB)}
     return items["vLLM weights"] + items["vLLM work space"]
 
 

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -30,18 +31,18 @@ def allocate(
     return preflight(plan, gpus, visible, 2, limit, is_real)
 
 
-def test_one_gpu_a_run_is_the_published_default() -> None:
-    resource_plan = allocate(make_study_plan())
+def test_consecutive_ids_form_slots() -> None:
+    resource_plan = allocate(make_study_plan())  # one GPU per run is the published default
     assert resource_plan.bundles == ({"CPU": 1.0, "GPU": 1.0},)
     assert resource_plan.gpus == resource_plan.gpu_slots == tuple("01234567")
     assert (resource_plan.cpus, resource_plan.max_concurrent, resource_plan.gpu_label) == (16, 6, "1xH100")
-
-
-def test_consecutive_ids_form_slots() -> None:
     resource_plan = allocate(make_study_plan(trainer__n_gpus_per_node=4), "0,1,2,3,4,5,6,7", is_real=False)
     assert resource_plan.gpu_slots == ("0,1,2,3", "4,5,6,7")
     assert resource_plan.bundles == ({"CPU": 1.0, "GPU": 1.0},) * 4
     assert (resource_plan.max_concurrent, resource_plan.gpu_label) == (2, "4xH100")
+    resource_plan = allocate(make_study_plan(trainer__n_gpus_per_node=4), None, (), is_real=False)
+    assert resource_plan.gpu_slots == ("0,1,2,3",)
+    assert "--gpus 0,1,2,3" in resource_plan.notes[0]
 
 
 @pytest.mark.parametrize(("share", "runs_per_gpu"), [(0.5, 2), (0.25, 4), (0.4, 2), (0.1, 10), (0.3, 3)])
@@ -66,34 +67,25 @@ def test_never_more_runs_at_once_than_anything_allows(cpus: int, n_gpus: int, li
 
 
 @pytest.mark.parametrize(
-    ("share", "gpus", "message"),
+    ("share", "gpus", "visible", "is_real", "message"),
     [
-        (4, "0,1,2", "3 GPUs do not divide into runs of 4"),
-        (1.5, "0,1,2", "--gpus-per-exp 1.5 cannot be placed"),
-        (1, "0,0", "not a list of distinct GPU ids"),
-        (1, "0;1", "not a list of distinct GPU ids"),
-        (1, "", "not a list of distinct GPU ids"),
+        # Refused even in a dry run.
+        (4, "0,1,2", EIGHT_GPUS, False, "3 GPUs do not divide into runs of 4"),
+        (1.5, "0,1,2", EIGHT_GPUS, False, "--gpus-per-exp 1.5 cannot be placed"),
+        (1, "0,0", EIGHT_GPUS, False, "not a list of distinct GPU ids"),
+        (1, "0;1", EIGHT_GPUS, False, "not a list of distinct GPU ids"),
+        (1, "", EIGHT_GPUS, False, "not a list of distinct GPU ids"),
+        (1, "0,9", EIGHT_GPUS, True, "asks for GPU 9 and the visible ones are 0,1,2,3,4,5,6,7"),
+        (1, "0", (), True, "asks for GPU 0 and no GPU is visible"),
+        (1, None, (), True, "asks for 1 GPU per run and no GPU is visible"),
+        (4, None, EIGHT_GPUS[:2], True, "asks for 4 GPU per run and the visible ones are 0,1"),
     ],
 )
-def test_what_can_never_be_placed_is_refused_even_dry(share: float, gpus: str, message: str) -> None:
-    with pytest.raises((PlanError, ConfigError), match=message):
-        allocate(make_study_plan(trainer__n_gpus_per_node=share), gpus, is_real=False)
-
-
-@pytest.mark.parametrize(
-    ("share", "gpus", "visible", "message"),
-    [
-        (1, "0,9", EIGHT_GPUS, "asks for GPU 9 and the visible ones are 0,1,2,3,4,5,6,7"),
-        (1, "0", (), "asks for GPU 0 and no GPU is visible"),
-        (1, None, (), "asks for 1 GPU per run and no GPU is visible"),
-        (4, None, EIGHT_GPUS[:2], "asks for 4 GPU per run and the visible ones are 0,1"),
-    ],
-)
-def test_what_this_machine_cannot_run_is_refused_unless_dry(
-    share: float, gpus: str | None, visible: tuple[Gpu, ...], message: str
+def test_what_cannot_be_placed_is_refused(
+    share: float, gpus: str | None, visible: tuple[Gpu, ...], is_real: bool, message: str
 ) -> None:
-    with pytest.raises(PlanError, match=message):
-        allocate(make_study_plan(trainer__n_gpus_per_node=share), gpus, visible)
+    with pytest.raises((PlanError, ConfigError), match=message):
+        allocate(make_study_plan(trainer__n_gpus_per_node=share), gpus, visible, is_real=is_real)
 
 
 def install_engines(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
@@ -104,8 +96,12 @@ def install_engines(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "packages", "message"),
     [
-        ({"trainer__n_gpus_per_node": 2}, ["vllm"], "--gpus-per-exp 2 needs DeepSpeed, .* `pip install deepspeed=="),
-        ({"trainer__strategy": "deepspeed"}, ["vllm"], "strategy=deepspeed needs DeepSpeed, .* `pip install"),
+        (
+            {"trainer__n_gpus_per_node": 2},
+            ["vllm"],
+            "DeepSpeed is not installed: type `pip install deepspeed==.*`, or --gpus-per-exp 1",
+        ),
+        ({"trainer__strategy": "deepspeed"}, ["vllm"], "DeepSpeed is not installed.*, or --set trainer.strategy=torch"),
         (
             {"trainer__n_gpus_per_node": 4, "trainer__strategy": "torch"},
             ["vllm", "deepspeed"],
@@ -131,22 +127,20 @@ def test_engines_that_are_not_used_need_not_be_there(monkeypatch: pytest.MonkeyP
     check_engines(make_study_plan(trainer__n_gpus_per_node=2).ppo_config, {})
 
 
-def test_a_dry_run_without_gpus_says_what_it_assumes() -> None:
-    resource_plan = allocate(make_study_plan(trainer__n_gpus_per_node=4), None, (), is_real=False)
-    assert resource_plan.gpu_slots == ("0,1,2,3",)
-    assert "--gpus 0,1,2,3" in resource_plan.notes[0]
-
-
-def test_device_and_gpus_must_agree() -> None:
-    with pytest.raises(PlanError, match=r"trainer\.device is cuda but a run takes no GPU"):
-        allocate(make_study_plan("laptop", trainer__device="cuda"))
-    with pytest.raises(PlanError, match=r"would reserve 0\.5 GPU but trainer\.device is cpu"):
-        allocate(make_study_plan("laptop", trainer__n_gpus_per_node=0.5))
-
-
-def test_a_run_that_needs_more_cpus_than_ray_may_use_is_refused() -> None:
-    with pytest.raises(PlanError, match="takes 4 CPUs and --ray-num-cpus is 2: type --ray-num-cpus 4"):
-        allocate(make_study_plan(trainer__n_gpus_per_node=4, trainer__ray_num_cpus=2), is_real=False)
+@pytest.mark.parametrize(
+    ("plan_settings", "message"),
+    [
+        ({"preset": "laptop", "trainer__device": "cuda"}, r"trainer\.device is cuda but a run takes no GPU"),
+        ({"preset": "laptop", "trainer__n_gpus_per_node": 0.5}, r"would reserve 0\.5 GPU but trainer\.device is cpu"),
+        (
+            {"trainer__n_gpus_per_node": 4, "trainer__ray_num_cpus": 2},
+            "takes 4 CPUs and --ray-num-cpus is 2: type --ray-num-cpus 4",
+        ),
+    ],
+)
+def test_device_gpus_and_cpus_must_agree(plan_settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        allocate(make_study_plan(**plan_settings), is_real=False)
 
 
 @pytest.mark.parametrize("hidden", ["", " ", "-1"])

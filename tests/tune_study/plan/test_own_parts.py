@@ -13,8 +13,7 @@ from tests.fakes.plans import plan_study
 from tests.trainable.test_part_checks import SAVED_TEXTS
 from trainable.config.own_parts import PartFile
 from trainable.runs.study_record import SourceFile
-from tune_study.commands.requests import RunRequest
-from tune_study.commands.run_options import ChosenPreset, plan_from_options
+from tune_study.commands.requests import ChosenPreset, RunRequest, plan_from_options
 from tune_study.folder.outputs import make_study_record
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import check_recorded_files, load_named_files, load_typed_files
@@ -118,7 +117,7 @@ def test_a_game_brings_its_settings_and_typed_ones_take_precedence(tmp_path: Pat
     output = get_output(type_words(*words, "bandit.py:Bandit"))
     assert len(re.findall(r"Own game: \d+ of 64 first replies of sokoban-tiny have a valid", output)) == 1
     assert "Groups before training" not in output
-    assert_refused(type_words(*words, "bandit.py"), "does not say which game of the file: type --env bandit.py:NAME")
+    assert_refused(type_words(*words, "bandit.py"), "or a game of yours as FILE.py:NAME")
     Path("bandit.py").write_text("class Bandit:\n    settings = [1]\n")
     assert_refused(
         type_words(*words, "bandit.py:Bandit"), "has an attribute `settings` that is no mapping of settings to values"

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.sweep import findings
-from search_spaces.catalog import STUDIES
 from search_spaces.declaration.study import Axis, Study, make_grid_axis
 from search_spaces.language_model.family import PPO, as_run_config
 from tests.fakes.command_line import assert_refused, get_output, type_words
@@ -18,8 +17,7 @@ from trainable.runs.study_record import StudyRecord, read_record, write_record
 from tune_study.folder.outputs import make_study_record, write_study
 from tune_study.folder.study_file import plan_from_folder, read_study
 from tune_study.plan.errors import PlanError
-from tune_study.plan.new_study import format_study
-from tune_study.plan.own_study import OwnStudy, StudySource, is_study_file, load_own_study
+from tune_study.plan.own_study import OwnStudy, StudySource, format_study, load_own_study
 
 pytestmark = pytest.mark.usefixtures("work_dir")
 
@@ -64,7 +62,6 @@ GOOD = format_study("my-lr", {"actor.lr": ("1e-4", "1e-3")})
     [
         (None, "s.py", "There is no file s.py"),
         ("x = 1\n", "s.py", "has no Study called STUDY"),
-        (GOOD, "s.py:OTHER", "type s.py:STUDY"),
         ("def f(:\n", "s.py", "SyntaxError: invalid syntax (s.py, line 1)"),
         ("x = 1\ny = 1 / 0\n", "s.py", "ZeroDivisionError: division by zero (s.py, line 2: `y = 1 / 0`)"),
         (GOOD.replace('"my-lr"', '"kl"'), "s.py", "called kl, like a study of this package"),
@@ -99,14 +96,12 @@ NAMED = (
         ("w-o KL", "w/o KL", "has no `/`, no character that cannot be shown, and no `.` at its start"),
         ("w-o KL", "w/o KL", "type another name, such as w-o KL."),
         ("w-o KL", "../../../esc", "type another name, such as esc."),
-        ("w-o KL", r"a\tb", r"has the value `a\tb`, which cannot name an arm"),
-        ("w-o KL", r"a\x00b", r"has the value `a\x00b`"),
-        ("w-o KL", r"a\u202eb", r"has the value `a\u202eb`"),
-        ("w-o KL", r"a\ud800b", r"has the value `a\ud800b`"),
+        ("w-o KL", r"a\tb", "no character that cannot be shown, and no"),
+        ("w-o KL", r"a\x00b", "no character that cannot be shown"),
+        ("w-o KL", r"a\u202eb", "no character that cannot be shown"),
+        ("w-o KL", r"a\ud800b", "no character that cannot be shown"),
         ("w-o KL", "", "has the value ``, which cannot name an arm"),
-        ("it help", r"\x1b[2J it", r"has the text Does \x1b[2J it?, which contains a character that cannot be shown"),
-        ("the KL", r"\x00", r"has the text \x00"),
-        ("the KL", r"\ud800", r"has the text \ud800"),
+        ("the KL", r"\ud800", "cannot be recorded in study.json: 0=\\ud800: must be a valid string"),
         ("baseline='w-o KL'", "baseline='{arm}'", "declares '{arm}', which is a template here and may have the fields"),
         ("baseline='w-o KL'", "baseline='{'", "declares '{', which is a template"),
         ("margins={}", "margins={'final_val_success': '0.1'}", "margins.final_val_success=0.1"),
@@ -140,9 +135,6 @@ def test_a_file_that_is_no_text_is_explained(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_bytes(b"\xff\xfe")
     with pytest.raises(PlanError, match="can't decode byte 0xff"):
         load_own_study("s.py")
-    (tmp_path / "s.py").write_bytes(b"#" * 1_000_001)
-    with pytest.raises(PlanError, match="more than 1000000 bytes"):
-        load_own_study("s.py")
     (tmp_path / "folder.py").mkdir()
     with pytest.raises(PlanError, match=r"There is no file folder.py"):
         load_own_study("folder.py")
@@ -157,17 +149,9 @@ def test_a_study_of_one_preset_names_it(tmp_path: Path) -> None:
     assert type_words("run", "s.py", "--preset", "stress", "--dry-run")[0] == 0
 
 
-def test_what_counts_as_a_file() -> None:
-    assert is_study_file("lr.py")
-    assert is_study_file("some/where/lr.py:STUDY")
-    assert not is_study_file("kl")
-    assert not any(is_study_file(name) for name in STUDIES)
-
-
 def test_a_grid_axis_has_every_combination_once() -> None:
-    axis = make_grid_axis({"actor.lr": ("1", "2", "3"), "actor.ppo_epochs": ("1", "2")}, presets=("laptop",))
+    axis = make_grid_axis({"actor.lr": ("1", "2", "3"), "actor.ppo_epochs": ("1", "2")})
     assert len(axis.grids["laptop"]) == len(set(axis.grids["laptop"])) == len(axis.named_settings) == 6
-    assert list(axis.grids) == ["laptop"]
     assert axis.setting == "actor.lr x actor.ppo_epochs"
 
 

@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -17,59 +18,29 @@ from search_spaces.language_model.family import PPO
 from tests.fakes.plans import plan_study
 from tests.strategies.examples import thin_out
 from trainable.algo.advantages import group_skill, grpo, reinforce_plus_plus_baseline, rloo
-from trainable.algo.filters import compute_group_scores, parse_rule, select_groups
-from trainable.config.choices import ADVANTAGE_ESTIMATORS, FILTER_METRICS
+from trainable.config.choices import ADVANTAGE_ESTIMATORS
 from trainable.families import Remark, list_families
 from tune_study.commands.cli import app
 from tune_study.plan import remarks
-from tune_study.plan.remarks import PPO_REMARKS, find_remarks
+from tune_study.plan.remarks import PPO_REMARKS
 from tune_study.plan.study_plan import StudyPlan, make_plan
 
-PPO_CASES: tuple[tuple[str, str], ...] = (
-    # The settings of each remark in the order of the table, and the nearest ones without it.
-    (
-        "env.max_turn=5 rollout.response_length=24 rollout.max_model_len=120",
-        "env.max_turn=5 rollout.response_length=24 rollout.max_model_len=121",
-    ),
-    ("algorithm.adv_estimator=grpo env.group_size=1", "algorithm.adv_estimator=gae env.group_size=1"),
-    (
-        "env.group_size=1 filter.rollout_filter_include_zero=False",
-        "env.group_size=1 filter.rollout_filter_include_zero=False filter.rollout_filter_metric=entropy",
-    ),
-    ("actor.ppo_mini_batch_size=256", "actor.ppo_mini_batch_size=128"),
-    ("actor.lr=1", "actor.lr=0.99"),
-    ("trainer.critic_warmup=61", "trainer.critic_warmup=60"),
-    ("trainer.val_before_train=False trainer.test_freq=-1", "trainer.val_before_train=True trainer.test_freq=-1"),
-)
-UPDATE_RULE_CASES: tuple[tuple[str, str], ...] = (("lr=1", "lr=0.99"),)
+REMARKS = [*PPO_REMARKS, *UPDATE_RULE_REMARKS, *DISTILLATION_REMARKS]
 TOP_K = "method=OPDTopKReverseKL vocab_size=8 warmup_steps=0"
-DISTILLATION_CASES: tuple[tuple[str, str], ...] = (
-    (f"{TOP_K} top_k=1 normalize_top_k=true", f"{TOP_K} top_k=2 normalize_top_k=true"),
-    (f"{TOP_K} top_k=9", f"{TOP_K} top_k=8"),
-)
+# For each remark a study, settings, and what is set in addition with the remark, and nearest to it without.
 CASES = [
-    # The arms of top-p differ in the setting of the filter, so it cannot be set there.
-    pytest.param(family_remarks, number, "entropy" if "include_zero" in settings else study, settings, harmless)
-    for family_remarks, study, cases in (
-        (PPO_REMARKS, "top-p", PPO_CASES),
-        (UPDATE_RULE_REMARKS, "sandbox", UPDATE_RULE_CASES),
-        (DISTILLATION_REMARKS, "opd", DISTILLATION_CASES),
-    )
-    for number, (settings, harmless) in enumerate(cases)
+    ("top-p", "env.max_turn=5 rollout.response_length=24", "rollout.max_model_len=120", "rollout.max_model_len=121"),
+    ("top-p", "env.group_size=1", "algorithm.adv_estimator=grpo", "algorithm.adv_estimator=gae"),
+    ("top-p", "", "actor.ppo_mini_batch_size=256", "actor.ppo_mini_batch_size=128"),
+    ("sandbox", "", "lr=1", "lr=0.99"),
+    ("opd", f"{TOP_K} normalize_top_k=true", "top_k=1", "top_k=2"),
+    ("opd", TOP_K, "top_k=9", "top_k=8"),
 ]
 
 
 def test_every_remark_has_a_case() -> None:
-    assert {family.remarks for family in list_families()} == {
-        "",
-        "tune_study.plan.remarks:PPO_REMARKS",
-        "sandboxes.update_rules.family:REMARKS",
-        "sandboxes.distillation.settings:REMARKS",
-    }
-    cases = (PPO_CASES, UPDATE_RULE_CASES, DISTILLATION_CASES)
-    assert [len(family_remarks) for family_remarks in (PPO_REMARKS, UPDATE_RULE_REMARKS, DISTILLATION_REMARKS)] == [
-        len(family_cases) for family_cases in cases
-    ]
+    tables = [resolve_name(name) for name in {family.remarks for family in list_families()} if name]
+    assert sum(map(len, tables)) == len(REMARKS) == len(CASES)
 
 
 def print_plan(study: str, settings: str) -> list[str]:
@@ -84,15 +55,16 @@ def print_plan(study: str, settings: str) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("family_remarks", "number", "study", "settings", "harmless"), CASES)
+@pytest.mark.parametrize(("remark", "case"), list(zip(REMARKS, CASES, strict=True)))
 def test_a_remark_is_in_the_plan_of_its_settings_and_not_of_the_nearest_others(
-    family_remarks: Sequence[Remark], number: int, study: str, settings: str, harmless: str
+    remark: Remark, case: tuple[str, str, str, str]
 ) -> None:
-    ending = family_remarks[number].sentence.rpartition("}")[2]
-    (line,) = [line for line in print_plan(study, settings) if ending in line]
-    assert any(assignment.partition("=")[0] in line for assignment in settings.split())
+    study, common, settings, harmless = case
+    ending = remark.sentence.rpartition("}")[2]
+    (line,) = [line for line in print_plan(study, f"{common} {settings}") if ending in line]
+    assert any(assignment.partition("=")[0] in line for assignment in f"{common} {settings}".split())
     assert "{" not in line
-    assert not any(ending in line for line in print_plan(study, harmless))
+    assert not any(ending in line for line in print_plan(study, f"{common} {harmless}"))
 
 
 @pytest.mark.long
@@ -104,6 +76,11 @@ def test_a_setting_without_effect_is_in_the_plan() -> None:
     assert print_plan("entropy", "trainer.zero_stage=1 trainer.strategy=deepspeed") == []
 
 
+def find_remarks(plan: StudyPlan) -> tuple[str, ...]:
+    """The lines of a plan's remarks."""
+    return tuple(map(str, remarks.find_remarks(plan)))
+
+
 def make_axis_plan(setting: str, values: Sequence[str], settings: Mapping[str, object]) -> StudyPlan:
     """Plan arms of a GRPO study that differ in a setting; the first is the baseline."""
     study = replace(STUDIES["kl"], axis=Axis(setting, {"laptop": tuple(values)}), baseline=values[0])
@@ -111,22 +88,34 @@ def make_axis_plan(setting: str, values: Sequence[str], settings: Mapping[str, o
     return make_plan(study, "laptop", "a test", changes, None, 2, Path("out"), n_baseline_seeds=3)
 
 
-def test_arms_that_cannot_differ_from_the_baseline_are_in_the_plan() -> None:
-    (line,) = find_remarks(make_axis_plan("algorithm.lam", ("1", "0.9"), {}))
-    assert line == (
-        "Remark: arm 0.9 differs from the baseline 1 in algorithm.lam alone, so the rows will equal the baseline's. "
-        "algorithm.lam has no effect: it needs algorithm.adv_estimator=gae."
-    )
-    assert find_remarks(make_axis_plan("algorithm.lam", ("1", "0.9"), {"algorithm.adv_estimator": "gae"})) == ()
+BATCH = {"actor.ppo_mini_batch_size": 128, "actor.ppo_micro_batch_size_per_gpu": 4}
 
 
-def test_only_arms_whose_settings_neither_they_nor_the_baseline_read_are_in_the_plan() -> None:
-    # The warm-up of an arm begins with step 2.
-    (line,) = find_remarks(make_axis_plan("trainer.critic_warmup", ("0", "1", "2"), {}))
-    assert line.startswith("Remark: arm 1 differs from the baseline 0 in trainer.critic_warmup alone, ")
-    batch = {"actor.ppo_mini_batch_size": 128, "actor.ppo_micro_batch_size_per_gpu": 4}
-    (line,) = find_remarks(make_axis_plan("actor.clip_ratio_high", ("0.28", "0.3", "0.4", "0"), batch))
-    assert line.startswith("Remark: the arms 0.3, 0.4 differ from the baseline 0.28 in actor.clip_ratio_high alone, ")
+@pytest.mark.parametrize(
+    ("setting", "values", "settings", "beginning"),
+    [
+        ("algorithm.lam", ("1", "0.9"), {}, "arm 0.9 differs from the baseline 1 in algorithm.lam alone, so the rows "),
+        # The warm-up of an arm begins with step 2.
+        ("trainer.critic_warmup", ("0", "1", "2"), {}, "arm 1 differs from the baseline 0 in trainer.critic_warmup "),
+        (
+            "actor.clip_ratio_high",
+            ("0.28", "0.3", "0.4", "0"),
+            BATCH,
+            "the arms 0.3, 0.4 differ from the baseline 0.28 ",
+        ),
+        ("actor.ppo_mini_batch_size", ("32", "256", "64", "512"), {}, "actor.ppo_mini_batch_size=256 does not divide "),
+    ],
+)
+def test_arms_that_cannot_differ_from_the_baseline_or_cannot_learn_are_in_the_plan(
+    setting: str, values: Sequence[str], settings: Mapping[str, object], beginning: str
+) -> None:
+    (line,) = find_remarks(make_axis_plan(setting, values, settings))
+    assert line.startswith(f"Remark: {beginning}")
+    if setting == "algorithm.lam":
+        assert line.endswith("equal the baseline's. algorithm.lam has no effect: it needs algorithm.adv_estimator=gae.")
+        assert find_remarks(make_axis_plan(setting, values, {"algorithm.adv_estimator": "gae"})) == ()
+    if setting == "actor.ppo_mini_batch_size":
+        assert line.endswith("(in 2 of 4 arms, such as 256).")
 
 
 def test_arms_with_the_settings_of_the_baseline_are_in_the_plan() -> None:
@@ -155,13 +144,6 @@ def test_the_settings_that_shipped_studies_declare_and_no_arm_reads_are_known(mo
     }
 
 
-def test_a_logger_that_an_option_turns_off_is_in_the_plan() -> None:
-    note = "trainer.logger names wandb, and has no effect with --wandb off."
-    for option, is_said in (("--wandb off", True), ("--wandb offline", False)):
-        words = f"run kl --preset laptop --dry-run --set trainer.logger=[wandb] {option}"
-        assert (note in CliRunner().invoke(app, shlex.split(words)).stdout) == is_said
-
-
 def test_a_setting_without_effect_is_found_in_a_declaration_too() -> None:
     study = STUDIES["kl"]
     declared = replace(study, fixed_settings={**study.fixed_settings, "algorithm.kl_ctrl.kl_coef": "0.1"})
@@ -187,12 +169,6 @@ def test_no_shipped_study_has_a_remark_in_any_arm_of_any_preset(study: Study) ->
         assert find_remarks(make_plan(study, preset, "a test", study.smoke_settings, None, None, Path("out"))) == ()
 
 
-def test_a_remark_says_in_which_arms_it_holds() -> None:
-    (line,) = find_remarks(make_axis_plan("actor.lr", ("3e-4", "2", "1e-4", "1"), {}))
-    assert line.startswith("Remark: actor.lr=2 changes each weight by about as much")
-    assert line.endswith("(in 2 of 4 arms, such as 2).")
-
-
 # The arithmetic that the remarks state.
 
 
@@ -206,21 +182,6 @@ def test_an_estimator_compares_a_group_if_and_only_if_a_group_of_one_has_no_adva
     }
     assert advantages.keys() == {name for name, estimator in ADVANTAGE_ESTIMATORS.items() if estimator.compares_group}
     assert all(not advantage.any() for advantage in advantages.values())
-
-
-@pytest.mark.parametrize("metric", FILTER_METRICS)
-def test_a_spread_is_0_in_a_group_of_one(metric: str) -> None:
-    scores = compute_group_scores(metric, *(torch.tensor([[3.0], [1.0]]) for _ in range(3)))
-    is_dropped = not select_groups(scores, parse_rule("top_p", 0.9), include_zero=False).any()
-    assert is_dropped == FILTER_METRICS[metric].is_spread
-
-
-def test_a_learning_rate_of_1_overwrites_weights() -> None:
-    weight = torch.nn.Parameter(torch.full((3,), 0.02))
-    optimizer = torch.optim.AdamW([weight], lr=1.0, weight_decay=0.0)
-    weight.grad = torch.tensor([1.0, -1.0, 1e-3])
-    optimizer.step()
-    assert weight.tolist() == pytest.approx([-1, 1, -1], abs=0.03)
 
 
 def test_a_plan_without_its_baseline_says_what_to_type(tmp_path: Path) -> None:

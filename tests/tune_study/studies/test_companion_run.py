@@ -49,8 +49,9 @@ def test_the_variance_of_a_run_is_that_of_its_batches() -> None:
         {"step": step, "gradient_projection": value, "gradient_norm": 2.0 + step}
         for step, value in enumerate(projections)
     ]
-    summary = resolve_name(get_family("gradient_variance").summarize)([*rows, {"step": 4}], None)
+    family = get_family("gradient_variance")
+    summary = resolve_name(family.summarize)([*rows, {"step": 4}], None, family.trial_columns)
     assert 10 ** summary["log10_gradient_variance"] == pytest.approx(variance(projections))
     assert summary["mean_gradient_norm"] == pytest.approx(3.5)
     assert summary["steps_done"] == 4
-    assert "log10_gradient_variance" not in resolve_name(get_family("gradient_variance").summarize)(rows[:1], None)
+    assert "log10_gradient_variance" not in resolve_name(family.summarize)(rows[:1], None, family.trial_columns)

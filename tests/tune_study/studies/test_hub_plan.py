@@ -23,7 +23,7 @@ from trainable.models.load import Policy, load_policy, make_critic, make_frozen_
 from trainable.rollout.kv_cache_size import compute_token_kv_bytes
 from tune_study.placement import memory
 from tune_study.placement.model_files import check_model
-from tune_study.placement.model_size import count_policy_parameters, list_trained_tensor_sizes, read_model_shape
+from tune_study.placement.model_size import list_trained_sizes, read_model_shape
 from tune_study.plan.errors import PlanError
 
 CPU = torch.device("cpu")
@@ -45,8 +45,8 @@ def test_parameters_are_counted_from_the_config_alone(model_type: str, tmp_path:
     model = load_policy(str(write_model(make_model(model_type), tmp_path / "whole")), CPU).model
     assert isinstance(model, HubModel)
     critic = make_critic(Policy(model, None, Path()), make_rng(0, "critic"), CPU)
-    assert count_policy_parameters(shape) == sum(weight.numel() for weight in model.parameters())
-    assert sum(list_trained_tensor_sizes(shape, RunConfig())["critic"]) == sum(
+    assert shape.parameters == sum(weight.numel() for weight in model.parameters())
+    assert sum(list_trained_sizes(shape, RunConfig())["critic"]) == sum(
         weight.numel() for weight in critic.parameters()
     )
     assert (shape.hidden_size, shape.vocab_size) == (model.shape.hidden_size, model.shape.vocab_size)
@@ -74,7 +74,7 @@ def test_a_cache_has_the_bytes_of_the_samplers(tmp_path: Path) -> None:
             torch.zeros(1, 5, dtype=torch.long), torch.arange(5)[None], torch.ones(1, 5, dtype=torch.bool), cache
         )
     cache_bytes = sum(tensor.numel() * 4 for tensor in (*cache.keys, *cache.values))
-    assert 5 * compute_token_kv_bytes(shape, 4) == cache_bytes
+    assert 5 * compute_token_kv_bytes(shape, apply_overrides(RunConfig(), {"model.dtype": "float32"})) == cache_bytes
 
 
 def test_a_model_that_is_not_run_has_no_shape_and_is_refused_before_a_start(tmp_path: Path) -> None:

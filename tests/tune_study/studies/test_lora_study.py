@@ -41,7 +41,7 @@ def run_command(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def train_study(folder: Path) -> Path:
-    changes = [word for option in OPTIONS for word in ("--set", option)]
+    changes = [f"--set={option}" for option in OPTIONS]
     words = ["run", "kl", "--preset", "laptop", "--kl-values", "0.1", "--seeds", "1", "--steps", "2", "--output"]
     run_command(*words, str(folder), *changes)
     return folder

@@ -148,17 +148,9 @@ def test_a_changed_file_is_refused_with_its_changes(folder: Path) -> None:
 
 
 def test_the_commands_that_are_printed_name_the_file(folder: Path) -> None:
+    settings = [f"--set={name}={value}" for name, value in SMALL.items()]
     assert_refused(
-        type_command(
-            folder,
-            "run",
-            "lr.py",
-            "--preset",
-            "laptop",
-            "--seeds",
-            "2",
-            *[f"--set={key}={SMALL[key]}" for key in SMALL],
-        ),
+        type_command(folder, "run", "lr.py", "--preset", "laptop", "--seeds", "2", *settings),
         "resume",
         "my_lr_sokoban-tiny --study lr.py` to continue the existing runs",
     )

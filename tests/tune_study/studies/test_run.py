@@ -5,7 +5,6 @@ import io
 import json
 import math
 import os
-import shlex
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -17,10 +16,10 @@ from typing import Any, NamedTuple
 import pandas as pd
 import psutil
 import pytest
-import ray
 from rich.console import Console
 
 from tests.fakes.plans import plan_study
+from tests.fakes.sessions import allocate, run_placed
 from tests.fakes.trainer import (
     COLLAPSES,
     CRASHES_ONCE,
@@ -33,7 +32,6 @@ from tests.fakes.trainer import (
     IS_WRONG,
     RAISES,
     STOPS_ITS_ARM,
-    Barrier,
     make_fake_rows,
     make_study,
 )
@@ -42,17 +40,9 @@ from trainable.runs.history import find_last_value
 from trainable.runs.records import DEFAULT_STEP_COLUMNS, STOP_COLUMNS
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import StatusRecord, WandbTarget, find_record, read_record
-from tune_study.folder.statuses import StudyStatuses
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
-from tune_study.host.interrupt import Interrupt
-from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan
-from tune_study.tune.callbacks import Recorder
-from tune_study.tune.conclusion import list_reading_commands
-from tune_study.tune.local_ray import LocalRay
-from tune_study.tune.progress import Progress
-from tune_study.tune.run import execute_study, make_study_tuner
-from tune_study.tune.session import StudySession, SuiteContext
+from tune_study.tune.run import execute_study
 from tune_study.tune.trials import make_trial_config
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -66,10 +56,6 @@ def make_plan_in(folder: Path, values: Sequence[str], seeds: int = 1, **override
     dotted_overrides: dict[str, object] = {"trainer.total_training_steps": STEPS, "trainer.resume_every": 1}
     dotted_overrides |= {key.replace("__", "."): value for key, value in overrides.items()}
     return plan_study(folder, values, seeds, study=make_study(), **dotted_overrides)
-
-
-def allocate_resources(plan: StudyPlan, max_concurrent: int = 2) -> ResourcePlan:
-    return preflight(plan, None, (), max_concurrent, None, is_real=True)
 
 
 class Outcome(NamedTuple):
@@ -90,7 +76,7 @@ def run_study(plan: StudyPlan, max_concurrent: int = 2) -> Outcome:
     console = Console(record=True, width=200, file=io.StringIO())
     other_output = io.StringIO()
     with redirect_stdout(other_output), redirect_stderr(other_output):
-        code = execute_study(plan, allocate_resources(plan, max_concurrent), console)
+        code = execute_study(plan, allocate(plan, max_concurrent), console)
     gc.collect()  # warnings about files that Ray left open belong to this test and not to the next one
     statuses = {run.arm: find_record(StatusRecord, plan.get_run_dir(run.run_id)) for run in plan.runs if run.seed == 0}
     known_statuses = {arm: status for arm, status in statuses.items() if status is not None}
@@ -309,6 +295,7 @@ def test_an_extended_study_has_the_old_runs_and_the_new(extended: Outcome) -> No
 def test_finished_runs_are_named_and_not_run_again(outcome: Outcome, extended: Outcome) -> None:
     assert f"arm {COLLAPSES} seed 0 is early_stopped and is not run again" in extended.text
     assert "7 of 10 runs remain" in extended.text
+    assert extended.text.endswith(f": python -m tune_study explain {extended.plan.folder}\n")
     for arm in ("0", COLLAPSES, CRASHES_ONCE):
         name = find_run_id(extended.plan, arm)
         assert read_run_rows(extended.plan.get_run_dir(name)) == read_run_rows(outcome.plan.get_run_dir(name))
@@ -316,33 +303,6 @@ def test_finished_runs_are_named_and_not_run_again(outcome: Outcome, extended: O
         assert replace(extended.arms[arm], trial_id="") == replace(outcome.arms[arm], trial_id="")
     log = (extended.plan.output / extended.plan.runs[0].log_path).read_text()
     assert log.count(f"step {STEPS}/{STEPS}") == 1
-
-
-@pytest.mark.slow
-def test_the_commands_to_type_next_are_named_once_every_run_has_ended_well(outcome: Outcome, extended: Outcome) -> None:
-    advice = "To continue, open the report in a browser, or type:"
-    folder = extended.plan.folder
-    commands = [f"  python -m tune_study {name} {folder}\n" for name in ("transcripts", "explain")]
-    assert extended.text.endswith(f"{advice}\n{''.join(commands)}")
-    assert advice not in outcome.text
-
-
-@pytest.mark.parametrize(
-    ("settings", "names"),
-    [
-        ({"log_val_generations": 0}, ["explain"]),
-        ({"log_train_generations": 2}, ["transcripts", "explain"]),  # the preset records some of each validation
-        ({"log_val_generations": 0, "log_train_generations": 2}, ["transcripts", "explain"]),
-    ],
-)
-def test_the_commands_to_type_next_are_those_that_have_something_to_show(
-    tmp_path: Path, settings: dict[str, int], names: list[str]
-) -> None:
-    plan = make_plan_in(tmp_path, ("0",), **{f"trainer__{name}": value for name, value in settings.items()})
-    commands = list_reading_commands(plan)
-    assert [shlex.split(command)[3] for command in commands] == names
-    is_trained = len(settings) == 2  # there is no other kind
-    assert any("--trained" in command for command in commands) == is_trained
 
 
 @pytest.mark.slow
@@ -371,10 +331,10 @@ def map_statuses(outcome: Outcome) -> dict[str, StatusRecord]:
 def interrupted(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """A study that was interrupted by Ctrl-C when its first run, which collapses later, was at step 4.
 
-    Two runs were under way; the run without a KL loss takes least time, and was to start last. The other one has so
-    many steps that it does not end before, on a busy machine either.
+    Two runs were under way, and arm 0 was to start last. The other one has so many steps that it does not end before,
+    on a busy machine either.
     """
-    plan = make_plan_in(tmp_path_factory.mktemp("cut"), (COLLAPSES, "0", "0.2"), trainer__total_training_steps=400)
+    plan = make_plan_in(tmp_path_factory.mktemp("cut"), (COLLAPSES, "0.2", "0"), trainer__total_training_steps=400)
     folder = plan.get_run_dir(find_run_id(plan, COLLAPSES))
     folder.mkdir(parents=True)
     (folder / "interrupt.pid").write_text(str(os.getpid()))
@@ -403,7 +363,7 @@ def test_ctrl_c_gives_every_run_a_status_and_says_how_to_go_on(interrupted: Outc
 @pytest.mark.slow
 def test_an_arm_that_is_stopped_ends_alone_and_can_be_resumed(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path, ("0", STOPS_ITS_ARM), seeds=2, trainer__total_training_steps=40)
-    stopped = run_study(plan, max_concurrent=1)  # the dearest first: the arm that stops
+    stopped = run_study(plan, max_concurrent=1)
     statuses = {run.run_id: find_record(StatusRecord, plan.get_run_dir(run.run_id)) for run in plan.runs}
     ends = {(run.arm, run.seed): status for run in plan.runs if (status := statuses[run.run_id]) is not None}
     assert [ends["0", seed].status for seed in (0, 1)] == ["completed", "completed"]
@@ -463,31 +423,19 @@ def make_gpu_plan(folder: Path, gpus_per_run: float, values: Sequence[str]) -> S
     return replace(plan, study=make_study("Placed"))
 
 
-def run_placed(plan: StudyPlan, n_parallel: int) -> list[dict[str, Any]]:
-    """Run a study and return where each run was, as the runs report it."""
-    resource_plan = ResourcePlan((), 4, ("0", "1"), (), len(plan.runs), "0xGPU")
-    progress = Progress(plan, 4, Console(quiet=True))
-    for run in plan.runs:
-        plan.get_run_dir(run.run_id).mkdir(parents=True)
-    barrier = Barrier.options(name="meeting").remote(n_parallel)
-    console = Console(quiet=True)
-    suite = SuiteContext(LocalRay([], console), Interrupt(plan.folder / ".interrupt"), lambda: None)
-    session = StudySession(plan, resource_plan, console, suite, {}, progress)
-    grid = make_study_tuner(session, Recorder(plan, resource_plan, progress, StudyStatuses(plan, ()))).fit()
-    ray.kill(barrier)
-    assert not grid.errors
-    return [json.loads(result.metrics["place"]) for result in grid]
+def run_on_gpus(plan: StudyPlan, num_parallel: int) -> list[dict[str, Any]]:
+    return run_placed(plan, ResourcePlan((), 4, ("0", "1"), (), len(plan.runs), "0xGPU"), num_parallel)
 
 
 @pytest.mark.slow
 def test_two_halves_share_each_gpu(tmp_path: Path) -> None:
-    placements = run_placed(make_gpu_plan(tmp_path, 0.5, ("0", "0.1", "0.2", "0.3")), n_parallel=4)
+    placements = run_on_gpus(make_gpu_plan(tmp_path, 0.5, ("0", "0.1", "0.2", "0.3")), 4)
     assert Counter(placement["visible"] for placement in placements) == {"0": 2, "1": 2}
 
 
 @pytest.mark.slow
 def test_a_run_on_two_whole_gpus_is_one_group_on_one_node(tmp_path: Path) -> None:
-    placements = run_placed(make_gpu_plan(tmp_path, 2, ("0", "0.1")), n_parallel=1)
+    placements = run_on_gpus(make_gpu_plan(tmp_path, 2, ("0", "0.1")), 1)
     assert [placement["bundles"] for placement in placements] == [2, 2]
     assert [placement["strategy"] for placement in placements] == ["STRICT_PACK", "STRICT_PACK"]
     assert [sorted((placement["visible"], placement["other"])) for placement in placements] == [["0", "1"], ["0", "1"]]
@@ -499,8 +447,3 @@ def test_a_run_on_two_whole_gpus_is_one_group_on_one_node(tmp_path: Path) -> Non
 def test_settings_that_change_no_row_may_change(outcome: Outcome) -> None:
     same_runs = make_plan_in(outcome.plan.output, ARMS, trainer__save_freq=10)
     assert merge_with_folder(same_runs, extend=False).base_config.trainer.save_freq == 10
-
-
-def test_a_resumed_plan_is_the_plan_that_was_run(outcome: Outcome) -> None:
-    # Where a start logs to W&B is chosen when it begins.
-    assert plan_from_folder(outcome.plan.folder, study=make_study()) == replace(outcome.plan, wandb=WandbTarget())

@@ -14,20 +14,18 @@ from unittest import mock
 
 import pandas as pd
 import pytest
-from rich.console import Console
 
 from analysis.data.load import load
 from sandboxes.update_rules.family import make_sandbox_study
 from search_spaces.catalog import STUDIES
 from tests.fakes.plans import plan_study
+from tests.fakes.sessions import run_here
 from tests.fakes.wandb_files import read_wandb_files
 from trainable.files.json_values import read_object
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import StatusRecord, WandbTarget, find_record, write_record
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
-from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import StudyPlan, set_max_seeds
-from tune_study.tune.run import execute_study
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -50,11 +48,10 @@ STUDY = make_sandbox_study("influence", "Does it run?", ARMS, "DG", fixed_settin
 
 
 def run_study(plan: StudyPlan) -> tuple[int, str, dict[str, StatusRecord]]:
-    console = Console(record=True, width=200, force_terminal=False)
-    code = execute_study(plan, preflight(plan, None, (), 2, None, is_real=True), console)
+    code, text = run_here(plan)
     run_statuses = {spec.run_id: find_record(StatusRecord, plan.get_run_dir(spec.run_id)) for spec in plan.runs}
     known_statuses = {run_id: status for run_id, status in run_statuses.items() if status is not None}
-    return code, console.export_text(), known_statuses
+    return code, text, known_statuses
 
 
 def make_plan_in(folder: Path, seeds: int, arms: tuple[str, ...] = tuple(ARMS)) -> StudyPlan:
@@ -193,13 +190,10 @@ def test_a_run_that_had_ended_when_the_study_was_killed_keeps_its_end(ray_sessio
     }
 
 
-def make_command(output: Path, *words: str) -> list[str]:
-    settings = [word for name, value in SMALL_SETTINGS.items() for word in ("--set", f"{name}={value}")]
-    long_run = ["--set", "trainer.total_training_steps=400", "--set", "trainer.test_freq=20", "--set", "method=DG"]
-    task_settings = settings[: settings.index("trainer.total_training_steps=12") - 1]
-    trainer_settings = ["--set", "trainer.resume_every=5", *long_run]
-    command = [sys.executable, "-m", "tune_study", "run", "sandbox", "--output", str(output)]
-    return [*command, *task_settings, *trainer_settings, *words]
+def make_command(output: Path) -> list[str]:
+    longer = {"trainer.total_training_steps": 400, "trainer.test_freq": 20, "method": "DG"}
+    settings = [f"--set={name}={value}" for name, value in {**SMALL_SETTINGS, **longer}.items()]
+    return [sys.executable, "-m", "tune_study", "run", "sandbox", "--output", str(output), *settings]
 
 
 @pytest.mark.slow
@@ -228,6 +222,5 @@ def test_a_killed_study_goes_on_with_the_same_rows(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_runs_of_one_trial_are_runs_of_their_own_in_wandb(ray_session: None, tmp_path: Path) -> None:
     plan = replace(make_plan_in(tmp_path, 2, ("DG",)), wandb=WandbTarget("offline"))
-    console = Console(record=True, width=200, force_terminal=False)
-    assert execute_study(plan, preflight(plan, None, (), 2, None, is_real=True), console) == 0
+    assert run_here(plan)[0] == 0
     assert sorted(read_wandb_files(tmp_path)) == sorted(spec.run_id for spec in plan.runs)

@@ -14,8 +14,7 @@ from search_spaces.catalog import STUDIES
 from search_spaces.declaration.study import Study
 from tests.tune_study.studies.test_sandbox_run import SMALL_SETTINGS
 from trainable.runs.study_record import StatusRecord, find_record, read_record
-from tune_study.commands.requests import LaunchRequest, SearchRequest, StudyRequest
-from tune_study.commands.run_options import ChosenPreset
+from tune_study.commands.requests import ChosenPreset, LaunchRequest, SearchRequest, StudyRequest
 from tune_study.commands.searching import plan_search, run_and_confirm
 from tune_study.folder.study_file import plan_from_folder, read_study
 from tune_study.plan.search import DEFAULT_POINT

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from trainable.backend.gpus import make_bundles
 from tune_study.plan.study_plan import ResourcePlan
-from tune_study.tune.run import prepare_environment
+from tune_study.tune.local_ray import prepare_environment
 
 STRANGER = """
 import logging, os, sys
@@ -86,8 +86,6 @@ def observe_ray(base: Path, home: str) -> dict[str, Any]:
             "listeners": list_listening_addresses(),
             "answers": answers,
             "mode": f"{folder.stat().st_mode & 0o777:o}",
-            "sockets": [len(os.fsencode(path)) for path in folder.glob("r/session_2*/sockets/*")],
-            "session": next(path.name for path in folder.glob("r/session_2*")),
             "workers in advance": prestarted_workers,
             "driver has the token": "RAY_AUTH_TOKEN" in os.environ,
             "token in files": [path.name for path in files if token.encode() in path.read_bytes()],

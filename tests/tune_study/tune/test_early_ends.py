@@ -2,23 +2,19 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from rich.console import Console
 
 from tests.fakes.lines import append_record
 from tests.fakes.plans import plan_study
+from tests.fakes.sessions import make_session
 from trainable.runs.run_files import METRICS_FILE
 from trainable.runs.study_record import StatusRecord, read_record
 from tune_study.folder.outputs import write_study
 from tune_study.folder.statuses import StudyStatuses, make_timestamp
-from tune_study.host.interrupt import make_interrupt
-from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import StudyPlan
-from tune_study.tune import run, watchdog
-from tune_study.tune.local_ray import LocalRay
-from tune_study.tune.progress import Progress
+from tune_study.tune import run
+from tune_study.tune.session import StudySession
 
 
 class StoredRows:
@@ -31,39 +27,35 @@ class StoredRows:
         append_record(self._path, {"step": 3})
 
 
-def make_session(folder: Path) -> tuple[run.StudySession, StudyStatuses]:
+def start_first_run(folder: Path) -> tuple[StudySession, StudyStatuses]:
     """A session in which the first run is running."""
     plan = plan_study(folder, preset="paper", trainer__n_gpus_per_node=0)
     write_study(plan)
-    resource_plan, console = preflight(plan, None, (), 2, None, is_real=True), Console(quiet=True)
-    suite = run.SuiteContext(LocalRay([plan.folder], console), make_interrupt(plan.folder), lambda: None)
-    storage: Any = StoredRows(plan)
-    session = run.StudySession(plan, resource_plan, console, suite, {}, Progress(plan, 1, console), storage)
     statuses = StudyStatuses(plan, ())
     statuses.set(StatusRecord(plan.runs[0].run_id, "running", started_at=make_timestamp()))
-    return session, statuses
+    return make_session(plan, storage=StoredRows(plan)), statuses
 
 
-def read_first_reason(session: run.StudySession) -> str:
+def read_first_reason(session: StudySession) -> str:
     status = read_record(StatusRecord, session.plan.get_run_dir(session.plan.runs[0].run_id))
     assert status.status == "interrupted"
     return status.reason
 
 
 def test_rows_in_storage_are_fetched_after_ray_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, statuses = make_session(tmp_path)
+    session, statuses = start_first_run(tmp_path)
     # This process has children of other tests, and goes on.
-    monkeypatch.setattr(watchdog, "kill_children", lambda: None)
+    monkeypatch.setattr(run, "kill_children", lambda: None)
     exit_codes: list[int] = []
     monkeypatch.setattr(run, "os", SimpleNamespace(_exit=exit_codes.append))
     monkeypatch.setattr(run, "conclude_study", lambda session, problem, statuses: 1)
     run._end_without_ray(session, statuses, "Ray's process 7 is gone")
-    assert read_first_reason(session) == "the study ended early: Ray's process 7 is gone, after step 3"
+    assert read_first_reason(session) == "The study ended early: Ray's process 7 is gone, after step 3"
     assert exit_codes == [1]
 
 
 def test_an_error_of_tune_is_the_beginning_of_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, statuses = make_session(tmp_path)
+    session, statuses = start_first_run(tmp_path)
 
     def fail(*args: object) -> None:
         raise KeyError("x")

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tune_study.host import machine_checks
 from tune_study.host.machine_checks import FOLDER_PREFIX, RAY_SUBFOLDER, make_session_folder, remove_abandoned_folders
 
 ROOT = Path(__file__).parents[3]
@@ -68,10 +67,6 @@ def test_the_token_is_in_the_environment_of_rays_processes_alone(observations: d
 def test_rays_files_are_private_and_go_with_it(observations: dict[str, Any]) -> None:
     assert observations["mode"] == "700"
     assert observations["after"] == []
-    assert max(observations["sockets"]) <= machine_checks._MAX_SOCKET_PATH_BYTES
-    # Ray's names are as long as the check of its folder assumes.
-    assumed_name = machine_checks._LONGEST_SOCKET_NAME.split("/")[3].rpartition("_")[0]
-    assert len(observations["session"].rpartition("_")[0]) == len(assumed_name)
 
 
 # The session folder
@@ -80,7 +75,6 @@ def test_rays_files_are_private_and_go_with_it(observations: dict[str, Any]) -> 
 def test_a_session_folder_is_for_its_owner_and_is_removed(tmp_path: Path) -> None:
     with make_session_folder(tmp_path / "base") as folder:
         assert folder.name == RAY_SUBFOLDER
-        assert len(folder.parent.name) == len(machine_checks._LONGEST_SOCKET_NAME.split("/")[1])
         assert folder.parent.stat().st_mode & 0o777 == 0o700
         folder.mkdir()
         (folder / "log").write_text("x")

@@ -30,31 +30,6 @@ from tune_study.tune.tuner import get_trainable, make_tuner, param_space
 SMALL = {**SMALL_SETTINGS, **FEW_LEVELS}
 
 
-class TrialInFolder(PPO):
-    """A trial whose folder is given, as Tune gives it."""
-
-    folder: Path
-
-    @property
-    def logdir(self) -> str:
-        return str(self.folder)
-
-
-@pytest.fixture
-def make_trial(tmp_path: Path) -> Any:
-    """Return a function that makes a trial in a folder of this test, and close all trials at its end."""
-    trials: list[PPO] = []
-
-    def make(name: str = "trial", **config: Any) -> PPO:
-        trial = type("Here", (TrialInFolder,), {"folder": tmp_path / name})(config)
-        trials.append(trial)
-        return trial
-
-    yield make
-    for trial in trials:
-        trial.cleanup()
-
-
 TOY = {"task": "token_reversal", "seq_len": 2, "d_model": 8, "num_layers": 1, "batch_size": 8} | {
     "trainer.total_training_steps": 6,
     "trainer.test_freq": 2,
@@ -62,17 +37,29 @@ TOY = {"task": "token_reversal", "seq_len": 2, "d_model": 8, "num_layers": 1, "b
 
 
 @pytest.fixture
-def make_toy(tmp_path: Path) -> Any:
-    """Return a function that makes a trial of update rules, and close all of them at the end."""
-    trials: list[UpdateRules] = []
+def make_in_folder(tmp_path: Path) -> Any:
+    """Return a function that makes a trial in a folder of this test, and close all trials at its end."""
+    trials: list[PPO] = []
 
-    def make(name: str, seed: int | list[int], **config: Any) -> UpdateRules:
-        trials.append(type("Here", (UpdateRules,), {"logdir": str(tmp_path / name)})({**TOY, "seed": seed, **config}))
+    def make(family: type[PPO], name: str, config: dict[str, Any]) -> PPO:
+        trials.append(type("Here", (family,), {"logdir": str(tmp_path / name)})(config))
         return trials[-1]
 
     yield make
     for trial in trials:
         trial.cleanup()
+
+
+@pytest.fixture
+def make_trial(make_in_folder: Any) -> Any:
+    """Return a function that makes a trial of PPO."""
+    return lambda name="trial", **config: make_in_folder(PPO, name, config)
+
+
+@pytest.fixture
+def make_toy(make_in_folder: Any) -> Any:
+    """Return a function that makes a trial of update rules."""
+    return lambda name, seed, **config: make_in_folder(UpdateRules, name, {**TOY, "seed": seed, **config})
 
 
 def save(trial: PPO, folder: Path) -> str:
@@ -212,14 +199,6 @@ def test_a_carried_validation_is_none_for_a_stop_rule() -> None:
     assert (row["stop_rule"], row["stop_step"]) == ("low_validation_success", 8)
 
 
-def test_a_stop_rule_counts_a_step_that_is_repeated_once() -> None:
-    settings = PPO.make_config({"early_stop.empty_stop_steps": 3}).early_stop
-    stopper = RuleStopper("empty_filtered_steps", settings)
-    steps = [1, 2, 1, 2, 3]  # the trial has gone back to its beginning
-    decisions = [stopper("trial", {"training_iteration": step, "groups_kept": 0, "reward_std": 1.0}) for step in steps]
-    assert decisions == [False] * 4 + [True]
-
-
 def test_the_rules_of_a_study_have_its_thresholds() -> None:
     combined = rules("kl")
     names = [stopper.rule for stopper in combined._stoppers]
@@ -275,6 +254,8 @@ def test_a_trial_continues_from_its_checkpoint_to_the_same_rows(make_trial: Any,
     first.step()  # a step that is lost
     second = make_trial("second", **SMALL)
     second.load_checkpoint(str(tmp_path / "checkpoint"))
+    (state,) = (tmp_path / "second").rglob("step_1")
+    assert {path.stat().st_nlink for path in state.iterdir()} == {1}  # a state that is loaded is no link
     rows = [second.step() for _ in range(2)]
     names = drop_times(expected[0]).keys() - {"note"}
     for row, expected_row in zip(rows, expected[1:], strict=True):
@@ -337,16 +318,6 @@ def test_the_newest_usable_checkpoint_of_an_earlier_experiment_is_continued(make
     result = second.step()
     assert result["step"] == 2
     assert "training continues after step 1" in result["note"]
-
-
-def test_no_link_in_a_checkpoint_is_followed(make_trial: Any, tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("a secret")
-    (tmp_path / "checkpoint" / "0").mkdir(parents=True)
-    (tmp_path / "checkpoint" / "0" / METRICS_FILE).symlink_to(tmp_path / "secret")
-    trial = make_trial(**SMALL)
-    with pytest.raises(OSError, match="symbolic link"):
-        trial.load_checkpoint(str(tmp_path / "checkpoint"))
-    assert not list((tmp_path / "trial").rglob(METRICS_FILE))
 
 
 def test_a_checkpoint_of_a_study_names_the_folder_of_its_run(tmp_path: Path, make_trial: Any) -> None:
@@ -424,12 +395,6 @@ def test_a_failure_before_the_first_step_keeps_what_was_there(make_trial: Any, t
     assert [path.name for path in (tmp_path / "checkpoint" / "0" / "state").iterdir()] == ["step_1"]
 
 
-def test_a_state_that_is_loaded_is_no_link(make_trial: Any, checkpoint: Path, tmp_path: Path) -> None:
-    make_trial("second", **SMALL).load_checkpoint(str(checkpoint))
-    (state,) = (tmp_path / "second").rglob("step_1")
-    assert {path.stat().st_nlink for path in state.iterdir()} == {1}
-
-
 def test_a_toy_run_of_one_seed_fails_with_its_reason_and_again_after_a_restart(make_toy: Any) -> None:
     trial = make_toy("one", 3)
     trial.step()
@@ -482,19 +447,23 @@ def test_no_pickle_of_a_checkpoint_is_read(make_trial: Any, checkpoint: Path) ->
             second.restore(source)
 
 
-@pytest.mark.parametrize("is_pointer", [False, True])
-def test_no_link_to_a_run_is_followed(make_trial: Any, checkpoint: Path, tmp_path: Path, is_pointer: bool) -> None:
+@pytest.mark.parametrize("kind", ["pointer", "folder", "file"])
+def test_no_link_to_a_run_is_followed(make_trial: Any, checkpoint: Path, tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "study" / "trial" / "checkpoint_000000"
-    folder.mkdir(parents=True)
-    link = tmp_path / "study" / "runs" / "a" if is_pointer else folder / "0"
-    link.parent.mkdir(exist_ok=True)
-    link.symlink_to(checkpoint / "0")
-    if is_pointer:
+    link = {"pointer": folder.parents[1] / "runs" / "a", "folder": folder / "0", "file": folder / "0" / METRICS_FILE}[
+        kind
+    ]
+    for parent in (folder, link.parent):
+        parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(checkpoint / "0" / METRICS_FILE if kind == "file" else checkpoint / "0")
+    if kind == "pointer":
         write_object(folder / "runs.json", {"0": "a"})
     with pytest.raises(OSError, match="symbolic link"):
         PPO.from_checkpoint(tune.Checkpoint.from_directory(folder))
+    trial = make_trial("second", **SMALL)
     with pytest.raises(OSError, match="symbolic link"):
-        make_trial("second", **SMALL).load_checkpoint(str(folder))
+        trial.load_checkpoint(str(folder))
+    assert not list((tmp_path / "second").rglob(METRICS_FILE))
 
 
 def test_what_a_checkpoint_names_outside_of_it_is_not_used(checkpoint: Path) -> None:

@@ -7,20 +7,18 @@ from typing import Any
 import pytest
 import ray.cloudpickle
 from ray.exceptions import RayActorError
-from rich.console import Console
 
 from tests.fakes.lines import append_record
 from tests.fakes.plans import plan_study
+from tests.fakes.sessions import make_session
 from trainable.runs.run_files import METRICS_FILE
 from trainable.runs.study_record import StatusRecord, read_record
 from tune_study.folder.outputs import write_study
 from tune_study.folder.statuses import StudyStatuses
 from tune_study.host.interrupt import make_interrupt
-from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune import callbacks
-from tune_study.tune.callbacks import MAX_ATTEMPTS, Recorder
-from tune_study.tune.progress import Progress
+from tune_study.tune.callbacks import MAX_ATTEMPTS, DiskSpaceGuard, Recorder
 from tune_study.tune.trials import make_trial_configs
 
 STOPPED = {"step": 2, "stop_rule": "uniform_groups", "stop_value": 3.0, "stop_threshold": 3.0, "stop_step": 2}
@@ -32,10 +30,9 @@ class RecordedTrial:
     def __init__(self, folder: Path) -> None:
         self.plan: StudyPlan = plan_study(folder, ("GRPO",), 2, study="influence")
         write_study(self.plan)
-        resource_plan = preflight(self.plan, None, (), 2, None, is_real=True)
-        progress, self.statuses = Progress(self.plan, 1, Console(quiet=True)), StudyStatuses(self.plan, ())
-        self.recorder = Recorder(self.plan, resource_plan, progress, self.statuses)
-        (config,) = make_trial_configs(self.plan, {}, make_interrupt(self.plan.folder))
+        session = make_session(self.plan)
+        self.recorder = Recorder(session, StudyStatuses(self.plan, ()))
+        (config,) = make_trial_configs(self.plan, {}, session.interrupt)
         self.trial = SimpleNamespace(
             config=config,
             trial_id="one",
@@ -107,22 +104,6 @@ def test_a_run_with_a_row_of_step_0_has_run(recorded_trial: RecordedTrial) -> No
     assert recorded_trial.get_status(0).reason == "interrupted after step 0 of 300"
 
 
-def test_a_status_that_is_deleted_while_its_run_trains_is_there_again_with_the_next_row(
-    recorded_trial: RecordedTrial,
-) -> None:
-    path = recorded_trial.plan.get_run_dir(recorded_trial.plan.runs[0].run_id) / "status.json"
-    status = recorded_trial.get_status(0)
-    path.unlink()
-    recorded_trial.write_row(0, {"step": 1})
-    recorded_trial.report_rows({0: {"step": 1}})
-    assert recorded_trial.get_status(0) == status
-    path.unlink()
-    recorded_trial.write_row(0, {"step": 300})
-    recorded_trial.recorder.on_trial_complete(0, [], recorded_trial.trial)
-    assert recorded_trial.get_status(0).status == "completed"
-    assert recorded_trial.get_status(0).started_at == status.started_at
-
-
 def test_failures_count_from_where_the_runs_that_go_on_are(recorded_trial: RecordedTrial) -> None:
     recorded_trial.write_row(0, {"step": 280})  # from an earlier start without the other run
     for step in range(MAX_ATTEMPTS + 1):
@@ -174,13 +155,14 @@ def test_wandb_is_told_of_rows_and_ends(recorded_trial: RecordedTrial) -> None:
     recorder, calls = recorded_trial.recorder, list[tuple[str, ...]]()
     log: Any = SimpleNamespace(
         send_rows=lambda run_ids: calls.append(("rows", *run_ids)),
-        end_runs=lambda run_ids: calls.append(("ends", *run_ids)),
+        end_run=lambda status: calls.append((status.status, status.run_id)),
     )
     recorder._wandb = log
-    recorded_trial.report_rows({0: {"step": 1}})
+    recorded_trial.report_rows({0: STOPPED, 1: {"step": 2}})
+    recorded_trial.write_row(1, {"step": 300})
     recorder.on_trial_complete(0, [], recorded_trial.trial)
     first, second = (spec.run_id for spec in recorded_trial.plan.runs)
-    assert calls == [("rows", first), ("ends", first, second)]
+    assert calls == [("rows", first, second), ("early_stopped", first), ("completed", second)]
 
 
 def test_a_node_that_is_taken_away_counts_for_no_failure(recorded_trial: RecordedTrial, tmp_path: Path) -> None:
@@ -227,3 +209,48 @@ def test_a_storage_that_fails_is_asked_for_a_while_before_its_failures_count(
         recorded_trial.restart_after_death()
     assert recorded_trial.recorder.given_up_trials == {"one"}
     assert "=== failed (storage) " in recorded_trial.read_log(0)
+
+
+@pytest.fixture
+def make_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that makes a guard of a disk, and the list of its messages."""
+    monkeypatch.setattr(callbacks, "_CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(callbacks, "_WAIT_INTERVAL_S", 0.01)
+    messages: list[str] = []
+
+    def make(patience: float) -> tuple[DiskSpaceGuard, list[str]]:
+        interrupt = make_interrupt(tmp_path)
+        return DiskSpaceGuard([tmp_path, tmp_path / "missing"], patience, interrupt, messages.append), messages
+
+    return make
+
+
+def test_the_driver_waits_while_a_disk_is_full(make_guard: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    free_bytes = iter([0, 0, 0, 10**9])
+    monkeypatch.setattr(callbacks.shutil, "disk_usage", lambda folder: SimpleNamespace(free=next(free_bytes)))
+    guard, messages = make_guard(60)
+    guard.on_step_begin(1, [])
+    assert messages == [
+        f"The disk of {tmp_path} is full: waiting up to 60 s for disk space.",
+        "Disk space is available again.",
+    ]
+
+
+def test_its_patience_has_an_end(make_guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    guard, messages = make_guard(0.05)
+    guard.on_step_begin(0, [])
+    assert messages == []  # there is room
+    # The guard does not begin to wait again before there was space.
+    for min_free_bytes, num_messages in ((10**18, 2), (10**18, 2), (0, 2), (10**18, 4)):
+        monkeypatch.setattr(callbacks, "MIN_FREE_BYTES", min_free_bytes)
+        guard.on_step_begin(1, [])
+        assert len(messages) == num_messages
+    assert messages[-1] == "The disk is still full."
+
+
+def test_an_interruption_ends_its_waiting(make_guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callbacks, "MIN_FREE_BYTES", 10**18)
+    guard, messages = make_guard(600)
+    guard._interrupt.request()
+    guard.on_step_begin(1, [])
+    assert len(messages) == 2

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ray import tune
-from ray.tune.stopper import CombinedStopper
 
 from trainable.config.sections import EarlyStopConfig
 from trainable.runs.records import make_empty_row
-from trainable.runs.stop_rules import RULES, evaluate_stop_rules
+from trainable.runs.stop_rules import RULES
 from tune_study.host.interrupt import Interrupt
 from tune_study.tune.stoppers import RuleStopper, make_interrupt_stopper
 
@@ -119,42 +117,3 @@ def test_an_interrupt_ends_a_run_at_its_next_row_with_a_state(tmp_path: Path) ->
     (tmp_path / ".interrupt").unlink()
     assert stopper("trial", make_own_result(5, saved=False))  # a run that cannot see the request would never end
     assert not stopper.stop_all()
-
-
-# In a user's own Tuner, with a Trainable that is independent of this project.
-
-
-class ForeignTrainable(tune.Trainable):
-    """Its reward std collapses after ten steps in one trial and its accuracy is always low in another."""
-
-    def setup(self, config: dict[str, Any]) -> None:
-        self.behavior = config["kind"]
-
-    def step(self) -> dict[str, Any]:
-        count = self.iteration + 1
-        is_collapsed = self.behavior == "collapses" and count > 10
-        return {
-            "reward_std": 0.01 if is_collapsed else 2.0,
-            "accuracy": 0.0 if self.behavior == "fails" else 0.5,
-            "done": count == 25,
-        }
-
-
-@pytest.mark.slow  # the rules alone are tested above
-@pytest.mark.usefixtures("ray_session")
-def test_a_tuner_of_ones_own_stops_a_foreign_trainable(tmp_path: Path) -> None:
-    settings = EarlyStopConfig(success_patience=5)
-    stopper = CombinedStopper(
-        RuleStopper("reward_variance_collapse", settings),
-        RuleStopper("low_validation_success", settings, {"val_success": "accuracy"}),
-    )
-    tuner = tune.Tuner(
-        ForeignTrainable,
-        param_space={"kind": tune.grid_search(["learns", "collapses", "fails"])},
-        run_config=tune.RunConfig(storage_path=str(tmp_path), stop=stopper, verbose=0),
-    )
-    steps = {result.config["kind"]: result.metrics["training_iteration"] for result in tuner.fit()}
-    assert steps == {"learns": 25, "collapses": 20, "fails": 5}
-    rows = [{"step": step, "reward_std": 2.0 if step <= 10 else 0.01, "groups_kept": 1} for step in range(1, 26)]
-    decision = evaluate_stop_rules(rows, settings)
-    assert decision.step == steps["collapses"]

@@ -25,25 +25,6 @@ def plan_two_seeds(name: str, folder: Path, *values: str, **overrides: object) -
     return plan_study(folder, values or None, 2, study=name, **overrides)
 
 
-def test_the_dearest_arms_of_a_seed_start_first(tmp_path: Path) -> None:
-    # KL 0 has no passes of the reference; the other arms cost the same and keep their order.
-    plan = plan_two_seeds("kl", tmp_path, "0", "0.01", "0.1")
-    assert list_starts(plan) == [(arm, seed) for seed in (0, 1) for arm in ("0.01", "0.1", "0")]
-    # A GRPO run trains no critic.
-    arms = ("grpo-kl0-lr1e-3", "grpo-kl0.1-lr1e-3", "ppo-kl0-lr1e-3", "ppo-kl0.1-lr1e-3")
-    starts = list_starts(plan_two_seeds("learning-rate", tmp_path, *arms))
-    assert [arm for arm, seed in starts if seed == 1] == list(reversed(arms))
-
-
-def test_trials_of_unknown_cost_keep_their_order(tmp_path: Path) -> None:
-    for plan in (
-        plan_two_seeds("kl", tmp_path, "0", "0.1", model__path="nobody/knows-it"),
-        plan_two_seeds("influence", tmp_path),
-    ):
-        expected = list(dict.fromkeys((specs[0].arm, specs[0].seed) for specs in plan.trials))
-        assert list_starts(plan) == expected
-
-
 def test_a_trial_trains_what_remains_of_its_runs(tmp_path: Path) -> None:
     plan = plan_two_seeds("kl", tmp_path, "0.01", "0.1")
     finished = {plan.runs[0].run_id: StatusRecord(plan.runs[0].run_id, "completed")}

@@ -15,7 +15,7 @@ from trainable.config.run_config import apply_overrides
 from trainable.files.paths import UnsafePathError
 from trainable.runs.records import make_empty_row
 from trainable.runs.run_files import GRADIENTS_FILE, METRICS_FILE
-from trainable.runs.study_record import StatusRecord, WandbMode, WandbTarget, write_record
+from trainable.runs.study_record import StatusRecord, WandbMode, WandbTarget
 from tune_study.commands.preflight import choose_wandb
 from tune_study.commands.requests import LaunchRequest
 from tune_study.folder.origin import find_last_wandb
@@ -37,11 +37,9 @@ def write_rows(plan: StudyPlan, steps: Iterable[int]) -> None:
         append_record(path, {**make_empty_row(), "step": step, "val_success": step / 10})
 
 
-def end_run(log: WandbLog, plan: StudyPlan, status: str = "completed") -> None:
-    """End the first run as Tune does."""
-    run_id = plan.runs[0].run_id
-    write_record(plan.get_run_dir(run_id), StatusRecord(run_id, status))
-    log.end_runs([run_id])
+def end_run(log: WandbLog, plan: StudyPlan) -> None:
+    """End the first run as the recorder does."""
+    log.end_run(StatusRecord(plan.runs[0].run_id, "completed"))
 
 
 def log_study(plan: StudyPlan, steps: Iterable[int] = ()) -> None:
@@ -49,7 +47,7 @@ def log_study(plan: StudyPlan, steps: Iterable[int] = ()) -> None:
     write_rows(plan, steps)
     log = WandbLog(plan)
     end_run(log, plan)
-    assert log.close(), log.problem
+    assert log.close() == ""
 
 
 def test_trouble_ends_the_logging_and_is_told(tmp_path: Path) -> None:
@@ -58,12 +56,11 @@ def test_trouble_ends_the_logging_and_is_told(tmp_path: Path) -> None:
     (tmp_path / "wandb").write_text("no folder")
     log = WandbLog(plan)
     end_run(log, plan)
-    assert not log.close()
-    assert log.problem
+    assert log.close()
 
 
 def test_a_study_that_never_started_has_nothing_to_end(tmp_path: Path) -> None:
-    assert WandbLog(make_plan_in(tmp_path)).close()
+    assert WandbLog(make_plan_in(tmp_path)).close() == ""
 
 
 @pytest.mark.long
@@ -77,20 +74,18 @@ def test_each_step_is_there_once_whatever_an_earlier_start_wrote(tmp_path: Path)
     second = WandbLog(plan)
     end_run(second, plan)
     second.conclude({run_id: {"status": "completed", "verdict": "worse"}})
-    assert second.close()
+    assert second.close() == ""
     file = read_wandb_files(tmp_path)[run_id]
     assert file.steps == list(range(8))
     assert [row["val_success"] for row in file.rows] == [step / 10 for step in range(8)]
     assert (file.summary["verdict"], file.run.job_type) == ("worse", "0")
 
 
-def test_a_run_that_has_not_ended_is_not_ended_in_wandb(tmp_path: Path) -> None:
-    # After Ctrl-C, Tune also completes trials that never started.
+def test_a_run_that_never_ran_is_not_in_wandb(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path)
     log = WandbLog(plan)
-    end_run(log, plan, status="waiting")
     log.conclude({plan.runs[0].run_id: {"status": "never_ran", "reason": "has not started"}})
-    assert log.close()
+    assert log.close() == ""
     assert not (tmp_path / "wandb").exists()
 
 
@@ -99,7 +94,7 @@ def test_a_folder_that_is_no_run_of_the_study_ends_no_logging(tmp_path: Path) ->
     write_rows(plan, [1])
     log = WandbLog(plan)
     log.conclude({"copy-of-it": {"status": "completed"}, plan.runs[0].run_id: {"status": "completed"}})
-    assert log.close(), log.problem
+    assert log.close() == ""
     assert list(read_wandb_files(tmp_path)) == [plan.runs[0].run_id]
 
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
@@ -14,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainable.config.setting_types import PromptStyle
-from trainable.envs.environment import FIRST_TEST_SEED, Measure, TurnLimits, TurnOutcome
-from trainable.envs.level_sets import find_test_levels
+from trainable.envs.environment import Measure, TurnLimits, TurnOutcome
+from trainable.envs.level_sets import find_test_levels, make_searched_test_levels
 
 REWARD_TARGET = 1.0
 REWARD_NUMBERS = 0.1
@@ -72,8 +71,8 @@ def _compute(node: ast.expr) -> Fraction:
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
-    """A level: its seed, target and numbers."""
+class Puzzle:
+    """A level: its seed, target and numbers. It is also the state of an episode, since actions do not change it."""
 
     seed: int
     target: int
@@ -83,13 +82,6 @@ class Problem:
     def key(self) -> bytes:
         """The target and the sorted numbers, since the order of numbers does not matter."""
         return repr((self.target, sorted(self.numbers))).encode()
-
-
-class ProblemState(NamedTuple):
-    """The target and the numbers of an episode."""
-
-    target: int
-    numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -109,23 +101,22 @@ class Countdown:
     @property
     def has_held_out_levels(self) -> bool:
         """Whether there are enough problems for separate sets. A few small numbers give too few."""
-        return _find_test_levels(self.count, self.max_number) is not None
+        return find_test_levels(self.make_levels) is not None
 
-    def make_levels(self, seeds: Sequence[int]) -> list[Problem]:
+    def make_levels(self, seeds: Sequence[int]) -> list[Puzzle]:
         """Draw random numbers for each seed, with a random positive result of + and - between them as the target."""
         return [_draw_problem(int(seed), self.count, self.max_number) for seed in seeds]
 
-    def make_test_levels(self, count: int) -> list[Problem]:
+    def make_test_levels(self, count: int) -> list[Puzzle]:
         """Make the first `count` test problems, all different and in no published set if there are enough."""
-        levels = _find_test_levels(self.count, self.max_number)
-        return self.make_levels(range(FIRST_TEST_SEED, FIRST_TEST_SEED + count)) if levels is None else levels[:count]
+        return make_searched_test_levels(self.make_levels, count)
 
-    def start(self, levels: Sequence[Problem]) -> list[ProblemState]:
-        """Return each problem as a state. Actions do not change it."""
-        return [ProblemState(level.target, level.numbers) for level in levels]
+    def start(self, levels: Sequence[Puzzle]) -> list[Puzzle]:
+        """Return the problems."""
+        return list(levels)
 
     def step(
-        self, states: Sequence[ProblemState], actions: Sequence[Sequence[str]], luck: npt.NDArray[np.float64]
+        self, states: Sequence[Puzzle], actions: Sequence[Sequence[str]], luck: npt.NDArray[np.float64]
     ) -> TurnOutcome:
         """Reward the first expression of each episode, which ends it."""
         counts = np.array([min(len(texts), 1) for texts in actions], dtype=np.int64)
@@ -152,27 +143,27 @@ class Countdown:
             "7 and 25."
         )
 
-    def format_state(self, state: ProblemState, style: PromptStyle) -> str:
+    def format_state(self, state: Puzzle, style: PromptStyle) -> str:
         """Format the target and the numbers."""
         return f"Target: {state.target}, nums: {list(state.numbers)}"
 
-    def compute_chance(self, levels: Sequence[Problem], limits: TurnLimits) -> None:
+    def compute_chance(self, levels: Sequence[Puzzle], limits: TurnLimits) -> None:
         """Return None: there is no uniform distribution over expressions."""
         return
 
-    def compute_best(self, levels: Sequence[Problem], limits: TurnLimits) -> npt.NDArray[np.float64]:
+    def compute_best(self, levels: Sequence[Puzzle], limits: TurnLimits) -> npt.NDArray[np.float64]:
         """Return 1 for each problem, since all have solutions."""
         return np.ones(len(levels))
 
 
-def _reward_expression(state: ProblemState, text: str) -> float:
+def _reward_expression(state: Puzzle, text: str) -> float:
     expression = parse_expression(text)
     if expression is None or sorted(expression.numbers) != sorted(state.numbers):
         return 0.0
     return REWARD_TARGET if expression.value == state.target else REWARD_NUMBERS
 
 
-def _draw_problem(seed: int, count: int, max_number: int) -> Problem:
+def _draw_problem(seed: int, count: int, max_number: int) -> Puzzle:
     rng = np.random.Generator(np.random.PCG64(seed))
     while True:
         numbers = rng.integers(1, max_number + 1, size=count)
@@ -180,9 +171,4 @@ def _draw_problem(seed: int, count: int, max_number: int) -> Problem:
         # With parentheses and any order of the numbers, all signs are possible except all negative.
         target = int(numbers @ signs)
         if target > 0:
-            return Problem(seed, target, tuple(numbers.tolist()))
-
-
-@lru_cache(maxsize=4)
-def _find_test_levels(count: int, max_number: int) -> list[Problem] | None:
-    return find_test_levels(Countdown(count, max_number).make_levels)
+            return Puzzle(seed, target, tuple(numbers.tolist()))

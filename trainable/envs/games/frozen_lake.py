@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainable.config.setting_types import PromptStyle
-from trainable.envs.environment import FIRST_TEST_SEED, Measure, TurnLimits, TurnOutcome
-from trainable.envs.level_sets import find_test_levels
+from trainable.envs.environment import Measure, TurnLimits, TurnOutcome
+from trainable.envs.level_sets import find_test_levels, make_searched_test_levels
 from trainable.envs.prompts import format_action_rules, format_board
 
 Tiles = npt.NDArray[np.int8]
@@ -72,7 +72,7 @@ class FrozenLake:
     @property
     def has_held_out_levels(self) -> bool:
         """Whether there are enough maps for separate sets. Small maps, or maps with hardly any holes, are too few."""
-        return _find_test_levels(self.size, self.p) is not None
+        return find_test_levels(self.make_levels) is not None
 
     def make_levels(self, seeds: Sequence[int]) -> list[Lake]:
         """Generate the published map of each seed."""
@@ -80,8 +80,7 @@ class FrozenLake:
 
     def make_test_levels(self, count: int) -> list[Lake]:
         """Make the first `count` test maps, different up to symmetry and in no published set if there are enough."""
-        levels = _find_test_levels(self.size, self.p)
-        return self.make_levels(range(FIRST_TEST_SEED, FIRST_TEST_SEED + count)) if levels is None else levels[:count]
+        return make_searched_test_levels(self.make_levels, count)
 
     def start(self, levels: Sequence[Lake]) -> list[LakeState]:
         """Put the player on the start of each map."""
@@ -244,11 +243,6 @@ def _generate_tiles(seed: int, size: int, p: float) -> Tiles:
         if compute_distances(tiles)[int(start[0] * size + start[1])] < size * size:
             tiles.flags.writeable = False
             return tiles
-
-
-@lru_cache(maxsize=4)
-def _find_test_levels(size: int, p: float) -> list[Lake] | None:
-    return find_test_levels(FrozenLake(size, p).make_levels)
 
 
 def _render_grid(state: LakeState) -> str:

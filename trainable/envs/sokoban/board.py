@@ -57,13 +57,11 @@ class Outcome(NamedTuple):
 
     cells: int8 (B, R, C), a new array of the boards afterwards.
     rewards: float64 (B,).
-    moved: bool (B,), True where the player has moved.
     solved: bool (B,), True where every box is on a target afterwards.
     """
 
     cells: Cells
     rewards: npt.NDArray[np.float64]
-    moved: npt.NDArray[np.bool_]
     solved: npt.NDArray[np.bool_]
 
 
@@ -78,24 +76,14 @@ def step(cells: Cells, actions: npt.NDArray[np.integer]) -> Outcome:
     (in the published code it earns +1 on the first action). As published, every further action on a solved board earns
     +10 again, so the caller must end the episode at `solved`.
 
-    cells: int8 (B, R, C), each board with a border of walls, one player, and as many boxes as targets
-        (see `check_board`; the border is not checked here).
+    cells: int8 (B, R, C), each board with a border of walls, one player, and as many boxes as targets (not checked).
     actions: integers (B,), codes of `Action`.
     Source: published code (rules and rewards). B = 0 gives empty arrays.
     """
-    batch, _, cols = cells.shape
-    if actions.shape != (batch,):
-        raise ValueError(f"actions of shape {actions.shape} for {batch} boards; pass one action per board: ({batch},)")
-    if batch and not (actions.min() >= 0 and actions.max() <= _LAST_ACTION):
-        raise ValueError(
-            f"actions from {actions.min()} to {actions.max()}; the codes are 0 to {_LAST_ACTION} (`Action`)"
-        )
     next_cells: Cells = np.array(cells, dtype=np.int8, order="C")
     flat = next_cells.reshape(-1)
     player = np.flatnonzero(flat >= _PLAYER)
-    if player.size != batch:
-        raise ValueError(f"{player.size} players on {batch} boards; each board has exactly one: pass boards of `Level`")
-    path = player[:, None] + _make_offsets(cols).take(actions, axis=0)
+    path = player[:, None] + _make_offsets(cells.shape[2]).take(actions, axis=0)
     # The three cells of a path are encoded as one number, the index into the tables of results. A path leaves the array
     # only behind a border wall; wrapping then reads and writes another wall.
     code = flat.take(path, mode="wrap") @ _CODE_WEIGHTS
@@ -103,7 +91,7 @@ def step(cells: Cells, actions: npt.NDArray[np.integer]) -> Outcome:
     solved = is_solved(next_cells)
     rewards = _TABLES.rewards.take(code)
     rewards += REWARD_SOLVED * (solved & (actions != _NONE))  # not in the tables: depends on the whole board
-    return Outcome(next_cells, rewards, _TABLES.moved.take(code), solved)
+    return Outcome(next_cells, rewards, solved)
 
 
 def is_solved(cells: Cells) -> npt.NDArray[np.bool_]:
@@ -114,24 +102,6 @@ def is_solved(cells: Cells) -> npt.NDArray[np.bool_]:
     batch, rows, cols = cells.shape
     unsolved: npt.NDArray[np.bool_] = (cells.reshape(batch, rows * cols) == _BOX).any(axis=1)
     return ~unsolved
-
-
-def check_board(cells: Cells) -> None:
-    """Raise ValueError if `step` cannot play the board `cells` (R, C).
-
-    A board needs a border of walls, exactly one player, and as many boxes as targets.
-    """
-    if cells.ndim != 2 or min(cells.shape) < 3:
-        raise ValueError(f"board of shape {cells.shape}: must have two axes of at least 3 cells each")
-    inner = cells[1:-1, 1:-1]
-    if np.count_nonzero(cells) != np.count_nonzero(inner):
-        raise ValueError("the border of a board must be all walls; surround the level with walls (#)")
-    players = np.count_nonzero(cells >= _PLAYER)
-    if players != 1:
-        raise ValueError(f"{players} players on the board; put exactly one (P on floor, S on a target)")
-    boxes, targets = (np.count_nonzero(np.isin(cells, tiles)) for tiles in (BOXES, TARGETS))
-    if boxes != targets:
-        raise ValueError(f"{boxes} boxes and {targets} targets on the board; put as many boxes as targets")
 
 
 @lru_cache(maxsize=16)
@@ -153,22 +123,19 @@ class _Tables(NamedTuple):
 
     tiles: Cells  # (triples, 3)
     rewards: npt.NDArray[np.float64]  # (triples,), without the bonus for a solved board
-    moved: npt.NDArray[np.bool_]  # (triples,)
 
 
 def _build_tables() -> _Tables:
     # A blocked action leaves the triple as it is, so each row starts as the triple itself.
     triples = np.indices((len(Tile),) * 3, dtype=np.int8).reshape(3, -1).T.copy()
     rewards = np.full(len(triples), REWARD_ACTION)
-    moved = np.zeros(len(triples), dtype=np.bool_)
     for row, (player, ahead, behind) in enumerate(triples.tolist()):
         if ahead >= Tile.PLAYER:
             rewards[row] = 0.0  # Action.NONE: the cell ahead is the player's own
         elif player >= Tile.PLAYER and (behind if ahead in BOXES else ahead) in (Tile.FLOOR, Tile.TARGET):
             triples[row] = _advance(player, ahead, behind)
             rewards[row] += _BOX_REWARDS.get((ahead, behind), 0.0)
-            moved[row] = True
-    return _Tables(triples, rewards, moved)
+    return _Tables(triples, rewards)
 
 
 def _advance(player: int, ahead: int, behind: int) -> tuple[int, int, int]:
@@ -181,7 +148,6 @@ def _advance(player: int, ahead: int, behind: int) -> tuple[int, int, int]:
 
 # Plain integers, because comparing an int8 array with an IntEnum member makes numpy widen the array first (slow).
 _NONE = int(Action.NONE)
-_LAST_ACTION = int(max(Action))
 _BOX = int(Tile.BOX)
 _PLAYER = int(Tile.PLAYER)
 TARGETS = (int(Tile.TARGET), int(Tile.BOX_ON_TARGET), int(Tile.PLAYER_ON_TARGET))

@@ -11,9 +11,8 @@ import numpy.typing as npt
 from trainable.config.setting_types import PromptStyle
 from trainable.envs.environment import Measure, TurnLimits, TurnOutcome
 from trainable.envs.prompts import format_action_rules, format_board
-from trainable.envs.sokoban.board import BOXES, DIRECTIONS, PLAYERS, TARGETS, Action, Cells, Tile, step
-from trainable.envs.sokoban.generate import SokobanLevel, generate_levels
-from trainable.envs.sokoban.held_out import make_test_levels
+from trainable.envs.sokoban.board import DIRECTIONS, TARGETS, Action, Cells, Tile, step
+from trainable.envs.sokoban.generate import SokobanLevel, generate_levels, make_test_levels
 from trainable.envs.sokoban.solver import compute_distance_table, find_places
 
 SYMBOLS: dict[int, str] = {
@@ -113,28 +112,17 @@ class Sokoban:
     def compute_chance(self, levels: Sequence[SokobanLevel], limits: TurnLimits) -> npt.NDArray[np.float64]:
         """Compute the exact probability that uniformly random actions solve each level, by following all walks."""
         boards = np.stack([level.cells for level in levels])
-        if {level.cells.shape for level in levels} != {boards.shape[1:]}:
-            raise ValueError("levels of different sizes: pass levels of one size")
         next_states = _make_transitions(boards)
         num_levels, _, num_states = next_states.shape
-        # State num_states - 1 is `solved`; all levels are walked at once, in one flat array.
-        flat_states = next_states + num_states * np.arange(num_levels)[:, None, None]
-        flat_states = flat_states.transpose(1, 0, 2).reshape(len(DIRECTIONS), -1)
-        flat_boards = boards.reshape(num_levels, -1)
-        players, boxes = (np.isin(flat_boards, tiles).argmax(axis=1) for tiles in (PLAYERS, BOXES))
-        probabilities = np.zeros((num_levels, num_states))
-        probabilities[np.arange(num_levels), players * flat_boards.shape[1] + boxes] = 1.0
-        flat_probabilities = probabilities.reshape(-1)
+        # Backwards over actions, and for all levels at once, in one flat array.
+        next_states = next_states + num_states * np.arange(num_levels)[:, None, None]
+        next_states = next_states.transpose(1, 0, 2).reshape(len(DIRECTIONS), -1)
+        values = np.zeros((num_levels, num_states))
+        values[:, -1] = 1.0  # the state `solved`
         for _ in range(limits.reachable_actions):
-            flat_probabilities = np.mean(
-                [
-                    np.bincount(targets, weights=flat_probabilities, minlength=flat_probabilities.size)
-                    for targets in flat_states
-                ],
-                axis=0,
-            )
-        chance: npt.NDArray[np.float64] = flat_probabilities.reshape(num_levels, num_states)[:, -1]
-        return chance
+            values = values.reshape(-1)[next_states].mean(axis=0)
+        players, boxes = np.array([find_places(level.cells) for level in levels]).T
+        return values.reshape(num_levels, num_states)[np.arange(num_levels), players * boards[0].size + boxes]
 
     def compute_best(self, levels: Sequence[SokobanLevel], limits: TurnLimits) -> npt.NDArray[np.float64]:
         """Return 1 for each level that can be solved within the limits, 0 otherwise."""

@@ -5,7 +5,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from trainable.envs.sokoban.board import BOXES, DIRECTIONS, PLAYERS, TARGETS, Cells, Tile, check_board
+from trainable.envs.sokoban.board import BOXES, DIRECTIONS, PLAYERS, TARGETS, Cells, Tile
 
 Distances = npt.NDArray[np.int16]
 
@@ -18,17 +18,13 @@ def compute_distance_table(cells: Cells) -> Distances:
 
     cells: int8 (R, C), a board with one box. Only its walls and its target matter.
     Returns int16 (R*C, R*C), indexed by flat cells [player, box].
-    Raises ValueError for a board that cannot be played or does not have exactly one box.
     """
-    check_board(cells)
     flat = cells.reshape(-1)
-    targets = _find_cells(cells, TARGETS)
-    if len(targets) != 1:
-        raise ValueError(f"{len(targets)} boxes on the board; a distance table needs exactly one")
+    (target_cell,) = _find_cells(cells, TARGETS)
     rows, cols = cells.shape
     # Player and box are never in the border of walls, so only inner cells are numbered.
     inner = np.arange(rows * cols).reshape(rows, cols)[1:-1, 1:-1].reshape(-1)
-    target = int(np.searchsorted(inner, next(iter(targets))))
+    target = int(np.searchsorted(inner, target_cell))
     distances_by_box = _compute_distances((flat[inner] == Tile.WALL).tobytes(), target, _list_predecessors(rows, cols))
     table = np.full((rows * cols, rows * cols), -1, dtype=np.int16)
     table[inner[:, None], inner] = np.array(distances_by_box, dtype=np.int16).reshape(inner.size, inner.size).T

@@ -19,8 +19,6 @@ from tune_study.plan.errors import PlanError, as_plan_error
 
 LABELS = string.ascii_uppercase
 """Studies are called A, B, ... in the order in which they were typed, since two may share a name."""
-MAX_SHOWN_SETTINGS = 20
-"""Maximum number of settings that are printed; the page has all of them."""
 
 
 def read_comparison(runs: Sequence[str]) -> Comparison:
@@ -32,13 +30,8 @@ def read_comparison(runs: Sequence[str]) -> Comparison:
     folders = dict(zip(LABELS, runs, strict=False))
     studies: dict[str, StudyFrames] = {}
     with ExitStack() as stack:
-        paths: dict[Path, str] = {}
         for label, run in folders.items():
             folder, is_running = stack.enter_context(locate.open_for_reading(run))
-            if (first := paths.setdefault(folder.resolve(), run)) is not run:
-                raise PlanError(
-                    f"{format_value(first, 1000)} and {format_value(run, 1000)} are one study: type two of them."
-                )
             with as_plan_error(ValueError):
                 studies[label] = load(folder, live=is_running)
     with as_plan_error(ValueError):
@@ -94,7 +87,5 @@ def _print_settings(console: Console, comparison: Comparison) -> None:
     print_table(
         console,
         ["setting", *labels],
-        [[row["setting"], *(row[label] or "-" for label in labels)] for row in settings[:MAX_SHOWN_SETTINGS]],
+        [[row["setting"], *(row[label] or "-" for label in labels)] for row in settings],
     )
-    if len(settings) > MAX_SHOWN_SETTINGS:
-        print_line(console, f"The other {len(settings) - MAX_SHOWN_SETTINGS} are on the page.")

@@ -46,10 +46,7 @@ def select_ends(frames: StudyFrames, arm: str | None, seed: int | None) -> pd.Da
     if ends.empty:
         return ends
     if arm is not None:
-        arm = find_arm(arm, list(dict.fromkeys(frames.trials["arm"])), frames.studies[0].axis.setting)
-        if arm not in set(ends["arm"]):
-            arms = ", ".join(format_value(name) for name in dict.fromkeys(ends["arm"]))
-            raise PlanError(f"Arm {format_value(arm)} has no rows yet: type --arm with one of {arms}.")
+        arm = find_arm(arm, list(dict.fromkeys(ends["arm"])))
         ends = ends[ends["arm"] == arm]
     if seed is not None and seed not in set(ends["seed"]):
         seeds = ", ".join(str(number) for number in sorted(set(ends["seed"])))
@@ -59,36 +56,33 @@ def select_ends(frames: StudyFrames, arm: str | None, seed: int | None) -> pd.Da
 
 
 def print_explanation(
-    console: Console, folder: Path, run_name: str, frames: StudyFrames, ends: pd.DataFrame, is_selected: bool
+    console: Console, folder: Path, run_name: str, frames: StudyFrames, arm: str | None, seed: int | None
 ) -> None:
-    """Print what happened in the runs of `ends`, rows of `find_run_ends`.
+    """Print what happened in the runs of one arm and seed (all, if None).
 
     For a single run, this is the onset of each symptom, and an episode from before, during and after the collapse. For
     several, it is the order of the symptoms over the collapsed runs, and a line per run.
 
-    run_name: the study as it was typed, for the commands to type next. is_selected: whether an arm or a seed was typed;
-    if not, a sentence about all arms comes first.
+    run_name: the study as it was typed, for the commands to type next. Without an arm and a seed, a sentence about all
+    arms comes first.
     """
+    ends = select_ends(frames, arm, seed)
     if ends.empty:
         print_line(console, "No run of this study has rows yet: there is nothing to explain.")
         return
-    if not is_selected:
+    if arm is None and seed is None:
         for sentence in filter(None, (*describe_signal_problems(frames), describe_collapses(count_collapses(frames)))):
             print_line(console, sentence)
     if len(ends) == 1:
         _print_run(console, folder, frames, ends)
         return
     collapsed_ends = ends[ends["is_collapse"]]
+    example = to_records((ends if collapsed_ends.empty else collapsed_ends).head(1))[0]
+    command = format_command("explain", run_name, "--arm", example["arm"], "--seed", str(example["seed"]))
     if collapsed_ends.empty:
-        longest_run = to_records(ends.sort_values("end_step", ascending=False, kind="stable").head(1))[0]
-        if _count_measurements(frames, longest_run) < MIN_POINTS:
-            command = format_command("transcripts", run_name)
-            has_texts = bool(_read_validated(folder, longest_run))
-            print_line(console, f"{_TOO_SHORT} To read what the policies wrote: {command}" if has_texts else _TOO_SHORT)
-            return
-        example = to_records(ends.head(1))[0]
-        command = format_command("explain", run_name, "--arm", example["arm"], "--seed", str(example["seed"]))
-        print_line(console, f"To see what changed in a run that did not collapse, type: {command}")
+        is_short = all(_count_measurements(frames, run) < MIN_POINTS for run in to_records(ends))
+        advice = f"To see what changed in a run that did not collapse, type: {command}"
+        print_line(console, _TOO_SHORT if is_short else advice)
         return
     generator = np.random.default_rng(symptoms.PERMUTATION_SEED)
     onsets = symptoms.find_collapse_onsets(frames, generator, set(collapsed_ends["run_id"]))
@@ -107,14 +101,7 @@ def print_explanation(
         for run in to_records(ends)
     ]
     print_table(console, ("arm", "seed", "end", "changed first"), rows)
-    example = to_records(collapsed_ends.head(1))[0]
-    command = format_command("explain", run_name, "--arm", example["arm"], "--seed", str(example["seed"]))
     print_line(console, f"One run: {command}")
-
-
-def _read_validated(folder: Path, run: dict[str, Any]) -> list[RecordedEpisode]:
-    """Read the recorded validation episodes of a run."""
-    return [episode for episode in read_episodes(folder / "runs" / run["run_id"]) if not episode.is_trained]
 
 
 def _count_measurements(frames: StudyFrames, run: dict[str, Any]) -> int:
@@ -158,7 +145,7 @@ def _print_run(console: Console, folder: Path, frames: StudyFrames, ends: pd.Dat
         print_line(console, f"No change for the worse is resolved in: {', '.join(stable_labels) or 'none'}.")
         if len(changes) > 1 and not changes["is_first"].any():
             print_line(console, "The intervals (95 %) overlap: which of these began first is not known.")
-    episodes = _read_validated(folder, run)
+    episodes = [episode for episode in read_episodes(folder / "runs" / run["run_id"]) if not episode.is_trained]
     if not episodes:
         print_line(
             console,

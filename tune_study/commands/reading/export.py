@@ -13,21 +13,21 @@ from analysis.data.schemas import get_family
 from search_spaces.catalog import STUDIES
 from search_spaces.declaration.study import Axis
 from trainable.config.run_config import RunConfig
-from trainable.config.setting_types import SHORT_DTYPES, format_value
+from trainable.config.setting_types import format_value
 from trainable.envs.prompts import START_OF_THOUGHT, ChatFormat
 from trainable.export.policy import DTYPES, load_trained_policy, write_tokenizer, write_weights
+from trainable.families import Settings
 from trainable.files.paths import check_path
 from trainable.models.lora import write_adapters
 from trainable.runs.failures import CheckpointError
 from trainable.runs.run_files import METRICS_FILE, find_best_step, read_rows
-from trainable.runs.study_record import RunRecord, StudyRecord, read_record
+from trainable.runs.study_record import RunRecord, read_record
 from tune_study.folder.origin import NOTHING, check_outside_values, find_usable_storage
 from tune_study.folder.run_checkpoints import RunCheckpoint, find_run_checkpoint
-from tune_study.folder.study_file import plan_from_folder, read_study
+from tune_study.folder.study_file import read_study
 from tune_study.host.console import print_line, show_phases
 from tune_study.placement.model_files import check_model
 from tune_study.plan.errors import PlanError, as_plan_error
-from tune_study.plan.own_study import OwnStudy
 from tune_study.plan.study_plan import RunSpec, StudyPlan, find_changed_settings
 from tune_study.plan.typed_settings import find_arm
 
@@ -35,24 +35,15 @@ BEST_STEP = "best"
 
 
 def find_export(
-    run: Path,
-    arm: str,
-    seed: int | None,
-    step: str | None,
-    own_study: OwnStudy | None,
-    allowed: frozenset[str] = NOTHING,
+    run: Path, arm: str, seed: int | None, step: str | None, allowed: frozenset[str] = NOTHING
 ) -> RunCheckpoint:
     """Find the run of an arm and its checkpoint. Raises PlanError that lists the alternatives if there is none.
 
     seed: None for the arm's smallest. step: a number, or `best` for the best validation; None for the newest
-    checkpoint. own_study: not needed, since nothing is trained. allowed: see `plan_from_folder`.
+    checkpoint. allowed: see `plan_from_folder`.
     """
-    record = read_study(run)
-    if record.declaration is not None and own_study is None and get_family(record).is_fine_tuning:
-        plan = _plan_from_records(run, record, allowed)
-    else:
-        plan = plan_from_folder(run, own_study=own_study, allowed=allowed)
-    arm = find_arm(arm, plan.values, plan.study.axis.setting)
+    plan = _plan_from_records(run, allowed)
+    arm = find_arm(arm, plan.values)
     specs = {spec.seed: spec for spec in plan.runs if spec.arm == arm}
     if seed is not None and seed not in specs:
         seeds = ", ".join(map(str, sorted(specs)))
@@ -62,9 +53,12 @@ def find_export(
     return find_run_checkpoint(plan, spec.run_id, number, None)
 
 
-def _plan_from_records(folder: Path, record: StudyRecord, allowed: frozenset[str]) -> StudyPlan:
-    """Plan a study whose file is not at hand, from the settings that its runs recorded, for reading its checkpoints."""
+def _plan_from_records(folder: Path, allowed: frozenset[str]) -> StudyPlan:
+    """Plan a study from the settings that its runs recorded, for reading its checkpoints: nothing is trained."""
     folder = Path(os.path.abspath(folder))
+    record = read_study(folder)
+    if not get_family(record).is_fine_tuning:
+        raise PlanError(f"{format_value(folder, 1000)} fine-tuned no language model: type the folder of another study.")
     specs = []
     for entry in record.runs:
         run_dir = folder / "runs" / entry.run_id
@@ -76,12 +70,14 @@ def _plan_from_records(folder: Path, record: StudyRecord, allowed: frozenset[str
             raise PlanError(f"{format_value(folder, 1000)}/study.json names a file outside of the output folder.")
         names = (entry.run_id, record.name, entry.arm, entry.label, entry.seed, entry.experiment_name)
         specs.append(RunSpec(*names, config, *paths))
-    axis = Axis(record.axis.setting, {record.preset: record.axis.values}, record.axis.option)
+    values = record.axis.values
+    named_settings: dict[str, Settings] = {value: {} for value in values}  # the runs have the settings of the arms
+    axis = Axis(record.axis.setting, {record.preset: values}, record.axis.option, named_settings=named_settings)
     study = replace(STUDIES["kl"], name=record.name, question=record.question, axis=axis)
     storage, _ = find_usable_storage(folder, record.storage, allowed)
     heads = (study, record.preset, record.preset_reason, RunConfig.model_validate(record.settings))
-    plan = StudyPlan(*heads, record.axis.values, record.seeds, folder, record.run, tuple(specs), storage)
-    check_outside_values(plan, study, allowed)
+    plan = StudyPlan(*heads, values, record.seeds, folder, record.run, tuple(specs), storage)
+    check_outside_values(plan, STUDIES.get(record.name, study), allowed)
     return plan
 
 
@@ -105,7 +101,6 @@ def export(console: Console, target: RunCheckpoint, folder: Path, dtype: str, *,
     writes nothing, if the folder is not empty or something cannot be used.
     """
     config = target.spec.ppo_config
-    dtype = SHORT_DTYPES.get(dtype, dtype)
     if dtype not in DTYPES:
         raise PlanError(f"--dtype {format_value(dtype)} is not a type: type one of {', '.join(DTYPES)}.")
     if keeps_adapters and not config.model.lora_rank:
@@ -147,9 +142,6 @@ def export(console: Console, target: RunCheckpoint, folder: Path, dtype: str, *,
 def _make_card(target: RunCheckpoint, config: RunConfig, chat: ChatFormat) -> str:
     """Make README.md of the exported policy: which run it is from, and what is known about it."""
     study, plan, spec = read_study(target.plan.folder), target.plan, target.spec
-    rows = read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE)
-    row = next((row for row in rows if row["step"] == target.step), {})
-    success = row.get("val_success")
     base = config.model.path
     own_settings = find_changed_settings(config)
     fields = {
@@ -158,9 +150,6 @@ def _make_card(target: RunCheckpoint, config: RunConfig, chat: ChatFormat) -> st
         "seed": str(spec.seed),
         "step": f"{target.step} of {spec.steps}",
         "base model": Path(base).name if os.path.isabs(base) else base,
-        "game": config.env.name,
-        "prompt style": config.model.prompt_style,
-        "sampled validation success": "not validated after this step" if success is None else f"{success:.3f}",
         "commit of tune_study": (study.git.commit if study.git else "unknown")[:12],
         "settings that differ from the defaults": ", ".join(
             f"`{name}={json.dumps(value)}`" for name, value in own_settings.items() if not name.endswith("path")

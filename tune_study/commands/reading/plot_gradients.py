@@ -9,7 +9,6 @@ from rich.console import Console
 from analysis.charts.gradients import FILTER_LABELS
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
-from analysis.data.run_files import ANALYSIS_SOURCES
 from analysis.gradients.files import write_analyses
 from analysis.gradients.tables import make_analysis_table
 from trainable.config.command_lines import format_command, quote_argument
@@ -49,8 +48,6 @@ def select_steps(frames: StudyFrames, trial: str | None, source: str | None, ste
 
     Returns rows of `make_analysis_table`. Raises PlanError if there is none.
     """
-    if source is not None and source not in ANALYSIS_SOURCES:
-        raise PlanError(f"There is no source `{format_value(source)}`: type --source train or --source probe.")
     # Options are applied one after another, so that each message can list the possible values.
     table = make_analysis_table(frames.gradients)
     if trial is not None:
@@ -63,7 +60,8 @@ def select_steps(frames: StudyFrames, trial: str | None, source: str | None, ste
             )
     if source is not None and source not in set(table["source"]):
         raise PlanError(
-            f"There is no analysis from source {source}: leave --source out, or type --source {min(table['source'])}."
+            f"There is no analysis from source {format_value(source)}: leave --source out, or type --source "
+            f"{min(table['source'])}."
         )
     table = table[table["source"] == source] if source else table
     if unknown_steps := sorted(set(steps) - set(table["step"])):
@@ -116,12 +114,10 @@ def write_plots(
     selections = {key: sorted(set(rows["step"])) for key, rows in table.groupby(["run_id", "source"], sort=False)}
     # File names do not contain the run, so figures of two runs in one folder would overwrite each other.
     if output_dir is not None and len(selections) > 1:
-        option_examples = ", ".join(
-            f"--trial {quote_argument(run_id)} --source {source}" for run_id, source in list(selections)[:4]
-        )
+        run_id, source = next(iter(selections))
         raise PlanError(
-            f"--output-dir takes the figures of one run and source, and {len(selections)} were analyzed: add one of "
-            f"{option_examples}{', ...' * (len(selections) > 4)}."
+            f"--output-dir takes the figures of one run and source, and {len(selections)} were analyzed: add such as "
+            f"--trial {quote_argument(run_id)} --source {source}."
         )
     for (run_id, source), steps in selections.items():
         folder_names = (*FIGURE_DIR.parts, run_id, *(["probe"] if source == "probe" else []))

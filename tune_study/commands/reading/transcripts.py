@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -11,16 +11,10 @@ from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from trainable.runs.episode_lines import RecordedEpisode
 from trainable.runs.study_record import StudyRecord
+from tune_study.folder.study_file import read_study
 from tune_study.host.console import print_line, print_table
 from tune_study.plan.errors import PlanError
-
-_HOW_TO_RECORD = (
-    "A study that fine-tunes a language model records some of each validation with --set trainer.log_val_generations=4."
-)
-_HOW_TO_RECORD_TRAINED = (
-    "A study that fine-tunes a language model records some of those that it trains on with --set "
-    "trainer.log_train_generations=4, at each validation."
-)
+from tune_study.plan.typed_settings import find_arm
 
 LEGEND = (
     "Lines with | are what the policy saw, lines with > what it wrote, and the line after that is what it did. Rewards "
@@ -52,26 +46,32 @@ class RunEpisodes(NamedTuple):
 
 
 def read_run_episodes(folder: Path, study: StudyRecord) -> list[RunEpisodes]:
-    """Read the episodes of every run of the study in `folder`, results/<run>. study: content of study.json.
-
-    Raises UnsafePathError if the folder of a run is a symbolic link.
-    """
+    """Read the episodes of every run of the study in `folder`. Raises UnsafePathError if a run's folder is a link."""
     return [
         RunEpisodes(entry.run_id, entry.arm, entry.seed, tuple(read_episodes_of_run(folder, entry.run_id)))
         for entry in study.runs
     ]
 
 
-def print_transcripts(console: Console, runs: Sequence[RunEpisodes], choice: EpisodeChoice, location: str) -> None:
-    """Print the chosen episodes, or a table of all that there are if none were chosen.
+def print_transcripts(console: Console, folder: Path, choice: EpisodeChoice, location: str) -> None:
+    """Print the chosen episodes of the study in `folder`, or a table of all that there are if none were chosen.
 
     location: the study as it was typed, for the commands to type next. Raises PlanError, before anything is printed, if
     the chosen runs have no recorded episode, or none of the chosen step.
     """
+    study = read_study(folder)
+    if choice.arm is not None:
+        choice = choice._replace(arm=find_arm(choice.arm, study.axis.values))
+    runs = read_run_episodes(folder, study)
     selected_runs = _select_runs(runs, choice)
     steps = sorted({episode.step for run in selected_runs for episode in run.episodes})
     if not steps:
-        _refuse(runs, choice, location)
+        kind, option = ("the training", "train") if choice.is_trained else ("a validation", "val")
+        raise PlanError(
+            f"No such run in {format_value(location, 1000)} has recorded an episode of {kind}: a study that fine-tunes "
+            f"a language model records some with --set trainer.log_{option}_generations=4. Type --trained for episodes "
+            "of the training, and leave it out for those of validations."
+        )
     if choice.step is not None and choice.step not in steps:
         raise PlanError(
             f"There is no recorded episode of step {choice.step}: type --step with one of {', '.join(map(str, steps))}."
@@ -91,22 +91,6 @@ def print_transcripts(console: Console, runs: Sequence[RunEpisodes], choice: Epi
             print_line(console, "")
             print_episode(console, episode)
         print_line(console, "")
-
-
-def _refuse(runs: Sequence[RunEpisodes], choice: EpisodeChoice, location: str) -> NoReturn:
-    """Raise the error for runs that have recorded no episode of the chosen kind."""
-    other_runs = _select_runs(runs, choice._replace(is_trained=not choice.is_trained))
-    has_others = any(run.episodes for run in other_runs)
-    of_these = "No run" if len(other_runs) == len(runs) else "No such run"
-    kind, advice, other_advice = (
-        ("that it trained on", _HOW_TO_RECORD_TRAINED, "Those of validations are shown without --trained.")
-        if choice.is_trained
-        else ("of a validation", _HOW_TO_RECORD, "Type --trained for those that it trained on.")
-    )
-    raise PlanError(
-        f"{of_these} in {format_value(location, 1000)} has recorded an episode {kind}. "
-        f"{other_advice if has_others else advice}"
-    )
 
 
 def print_episode(console: Console, episode: RecordedEpisode) -> None:
@@ -131,12 +115,9 @@ def _print_overview(console: Console, runs: Sequence[RunEpisodes], choice: Episo
     print_table(console, ("arm", "seed", "episodes", events, "steps", "solved at first", "solved at last"), rows)
     kind_options = ["--trained"] if choice.is_trained else []
     event = "in the last of these steps" if choice.is_trained else "at the last validation"
-    # The example is a run with failed episodes, if there is one.
-    failing = next((run for run in runs if any(not episode.success for episode in select_episodes(run, choice))), None)
-    example = failing or next(run for run in runs if run.episodes)
-    options = [*kind_options, "--arm", example.arm, "--seed", str(example.seed), *["--failed"] * bool(failing)]
-    command = format_command("transcripts", location, *options)
-    print_line(console, f"To read those {'that failed ' if failing else ''}{event} of a run: {command}")
+    example = next(run for run in runs if run.episodes)
+    command = format_command("transcripts", location, *kind_options, "--arm", example.arm, "--seed", str(example.seed))
+    print_line(console, f"To read those {event} of a run: {command}")
 
 
 def _select_runs(runs: Sequence[RunEpisodes], choice: EpisodeChoice) -> list[RunEpisodes]:
@@ -159,14 +140,11 @@ def select_episodes(run: RunEpisodes, choice: EpisodeChoice) -> list[RecordedEpi
 
 
 def _describe_selection(run: RunEpisodes, choice: EpisodeChoice, episodes: Sequence[RecordedEpisode]) -> str:
-    """Describe the selection: `2 episodes after step 60, 1 solved`, or `1 of 2 episodes of step 60 failed`."""
+    """Describe the selection: `2 of 2 episodes after step 60, 1 solved`."""
     if not episodes:
         return "no recorded episode of this kind"
     step = episodes[0].step
-    time = f"{'of' if choice.is_trained else 'after'} step {step}"
     total = sum(episode.step == step for episode in run.episodes)
-    noun = "episode" if total == 1 else "episodes"
-    if choice.success is None:
-        return f"{total} {noun} {time}, {sum(episode.success for episode in episodes)} solved"
-    verb = "was" if len(episodes) == 1 else "were"
-    return f"{len(episodes)} of {total} {noun} {time} {f'{verb} solved' if choice.success else 'failed'}"
+    time = f"{'of' if choice.is_trained else 'after'} step {step}"
+    num_solved = sum(episode.success for episode in episodes)
+    return f"{len(episodes)} of {total} episodes {time}, {num_solved} solved"

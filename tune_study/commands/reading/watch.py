@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 from urllib.parse import parse_qs
 
 import waitress
@@ -27,7 +27,7 @@ from trainable.runs.study_record import OPEN_STATUSES
 from tune_study.folder import locate
 from tune_study.folder.study_file import is_running
 from tune_study.host.console import print_line
-from tune_study.plan.errors import PlanError, as_plan_error
+from tune_study.plan.errors import as_plan_error
 from tune_study.plan.storage_uri import is_uri
 from tune_study.tune.progress import estimate_run_seconds, estimate_study_seconds, format_duration
 
@@ -43,15 +43,6 @@ runs does not wait, so it is within ten seconds of the rows."""
 _STOP_SECONDS = 5.0
 """Seconds that Ctrl-C waits for a drawing to end."""
 
-SERVER_LIMITS = {
-    "max_request_header_size": 2**13,
-    "connection_limit": 32,
-    "channel_timeout": 20,
-    "cleanup_interval": 5,
-}
-"""Limits of Waitress, since any user of this machine can connect: bytes of a request's headers, concurrent connections,
-seconds until a connection counts as idle, and seconds between two searches for idle ones."""
-
 _HEADERS = [
     ("Content-Type", "text/html; charset=utf-8"),
     ("Cache-Control", "no-store"),
@@ -61,15 +52,9 @@ _HEADERS = [
 ]
 
 Signature = tuple[bool, tuple[tuple[str, int, int], ...]]
+Answer = tuple[str, str, tuple[tuple[str, str], ...]]
+"""Status, body and further headers of an HTTP answer."""
 WsgiApp = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
-
-
-class Answer(NamedTuple):
-    """An HTTP answer. headers: those added to the headers that every answer has."""
-
-    status: str
-    body: str
-    headers: tuple[tuple[str, str], ...] = ()
 
 
 class LiveReport:
@@ -184,27 +169,21 @@ def make_app(render: Callable[[int | None], str], token: str, port: int) -> Wsgi
     render: returns the page, given the seconds between two loads (see `LivePage.render`).
     """
     cookie_name = f"tune_study_{port}"  # browsers send a host's cookies to all its ports
-    hosts = [f"{name}:{port}" for name in (HOST, "localhost")]
-    if port == 80:  # browsers leave it out
-        hosts += [HOST, "localhost"]
 
     def answer(environ: dict[str, Any]) -> Answer:
-        # A foreign page whose name resolves to this address (DNS rebinding) sends its own name.
-        if environ.get("HTTP_HOST") not in hosts:
-            return Answer("403 Forbidden", "This address is not the one that the command printed.")
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
-            return Answer("405 Method Not Allowed", "This page can only be read.", (("Allow", "GET, HEAD"),))
+            return "405 Method Not Allowed", "This page can only be read.", (("Allow", "GET, HEAD"),)
         if environ["PATH_INFO"] != "/":
-            return Answer("404 Not Found", "There is only one page: /.")
+            return "404 Not Found", "There is only one page: /.", ()
         query = parse_qs(environ.get("QUERY_STRING", ""))
         if secrets.compare_digest(query.get("token", [""])[0].encode(), token.encode()):
             cookie = f"{cookie_name}={token}; HttpOnly; SameSite=Strict; Path=/"
-            return Answer("303 See Other", "", (("Location", "/"), ("Set-Cookie", cookie)))
+            return "303 See Other", "", (("Location", "/"), ("Set-Cookie", cookie))
         # The standard library's SimpleCookie takes quadratic time on a text of backslashes.
         match = re.search(rf"(?:^|;) *{cookie_name}=([\w-]*)", environ.get("HTTP_COOKIE", ""))
         if not secrets.compare_digest(("" if match is None else match[1]).encode(), token.encode()):
-            return Answer("403 Forbidden", "Open the whole address that the command printed, with its token.")
-        return Answer("200 OK", render(None if "pause" in query else REFRESH_SECONDS))
+            return "403 Forbidden", "Open the whole address that the command printed, with its token.", ()
+        return "200 OK", render(None if "pause" in query else REFRESH_SECONDS), ()
 
     def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         status, text, headers = answer(environ)
@@ -215,23 +194,12 @@ def make_app(render: Callable[[int | None], str], token: str, port: int) -> Wsgi
     return app
 
 
-def make_server(render: Callable[[int | None], str], token: str, listener: socket.socket) -> Any:
-    """Make a server that answers with `make_app` on a listening socket, once its method `run` is called."""
-    app = make_app(render, token, listener.getsockname()[1])
-    return waitress.create_server(app, sockets=[listener], threads=4, ident=None, **SERVER_LIMITS)
-
-
-def watch(console: Console, run: str, port: int) -> None:
-    """Serve the report of `run` on this machine until Ctrl-C.
-
-    port: 0 takes a free one. Raises PlanError if there is no such study, or if the port is taken.
-    """
+def watch(console: Console, run: str) -> None:
+    """Serve the report of `run` on a free port of this machine until Ctrl-C. Raises PlanError if there is no study."""
     report, token = LiveReport(run), secrets.token_urlsafe(24)
-    try:
-        listener = socket.create_server((HOST, port))
-    except OSError as error:
-        raise PlanError(f"--port {port} cannot be used ({error.strerror}): leave it out for a free one.") from None
-    server = make_server(report.render, token, listener)
+    listener = socket.create_server((HOST, 0))
+    app = make_app(report.render, token, listener.getsockname()[1])
+    server = waitress.create_server(app, sockets=[listener], ident=None)
     print_line(console, f"Open http://{HOST}:{listener.getsockname()[1]}/?token={token}")
     print_line(console, "The page follows the study and changes nothing. Ctrl-C ends this command, not the study.")
     try:

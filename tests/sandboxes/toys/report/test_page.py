@@ -60,8 +60,8 @@ def get_words(frames: StudyFrames) -> str:
 @pytest.mark.long
 def test_the_page_is_complete(words: str) -> None:
     assert (
-        "Test error (fraction): 0.6 in every arm at first; between 0.25 (TPO) and 0.68 (GRPO) at the end. Runs of one "
-        "arm end at most 0.64 apart (GRPO). Entropy (nats): "
+        "Test error (fraction): 0.6 in every arm at first; between 0.25 (TPO) and 0.68 (GRPO) at the end. Entropy "
+        "(nats): "
     ) in words
     for sentence in (
         "12 runs: 10 completed, 1 early stopped, 1 failed",
@@ -78,13 +78,6 @@ def test_the_page_is_complete(words: str) -> None:
     ):
         assert sentence in words
     assert "contrast" not in words.lower()
-
-
-def test_without_published_numbers_the_page_does_not_mention_them(tmp_path: Path) -> None:
-    runs = [*make_seed_runs("DG", DG), *make_seed_runs("TPO", TPO)]
-    words = get_words(load(write_sandbox(tmp_path, runs, FakeStudy("some-study"))))
-    assert "published" not in words
-    assert "over 3 seeds, with the noise of all arms" in words
 
 
 @pytest.mark.parametrize(
@@ -105,12 +98,6 @@ def test_without_published_numbers_the_page_does_not_mention_them(tmp_path: Path
 )
 def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[FakeRun], sentence: str) -> None:
     assert sentence in get_words(load(write_sandbox(tmp_path, runs, SMALL)))
-
-
-def test_a_study_far_shorter_than_its_preset_is_called_short(tmp_path: Path) -> None:
-    study = FakeStudy("some-study", total_steps=40, extra={"preset_steps": 300})
-    words = get_words(load(write_sandbox(tmp_path, [FakeRun("DG", steps=40)], study)))
-    assert "A short study: 40 training steps instead of the 300 of preset laptop" in words
 
 
 @pytest.mark.parametrize("missing", ["test_error", "entropy", "greedy_separator_rate", "loss", "seconds_total"])
@@ -250,7 +237,6 @@ def test_declared_contrasts_have_a_section_a_figure_and_files(tmp_path: Path) ->
         "DG against <TPO> open +0.1600 [−0.1503, +0.4703] 0.16 3 3 0 3 0 GRPO failed: seed 2; stopped by a rule, "
         "counted with the last row: TPO: seed 2 at step 107",
         "never run no comparison –",
-        "DG against <TPO>, late_test_error: ",
         "ASPO not run: seeds 0, 1, 2",
         "Chosen because it is the outcome that a rule should improve.",
     ):

@@ -3,13 +3,9 @@
 import json
 import os
 import resource
-import select
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,16 +15,10 @@ import pytest
 
 from sandboxes.trees.repl import launcher, process
 from sandboxes.trees.repl.process import ConfinementError, Execution, ReplProcess, find_obstacle
-from tests.sandboxes.trees.repl.test_escapes import WALK
-from trainable.files.run_marks import MARK_ENV
-from trainable.runs.orphans import find_orphans, terminate_orphans
+from tests.sandboxes.trees.repl.test_escapes import WALK, get_process, has_ended, wait_until
+from trainable.runs.orphans import MARK_ENV, find_orphans, terminate_orphans
 
 pytestmark = pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())
-
-
-def get_pid(repl: ReplProcess) -> int:
-    assert repl._process is not None
-    return repl._process.pid
 
 
 def test_processes_of_all_threads_come_from_one_launcher() -> None:
@@ -36,31 +26,29 @@ def test_processes_of_all_threads_come_from_one_launcher() -> None:
         repls = list(pool.map(lambda number: ReplProcess({"n": str(number)}), range(24)))
         values = [repl.execute("context['n']") for repl in repls]
     assert [value.stdout for value in values] == [f"'{number}'\n" for number in range(24)]
-    parents = {psutil.Process(get_pid(repl)).ppid() for repl in repls}
-    assert len(parents) == 1
-    assert len({get_pid(repl) for repl in repls}) == 24
-    assert all(os.getsid(get_pid(repl)) == get_pid(repl) for repl in repls)
+    ids = {get_process(repl).pid for repl in repls}
+    assert len({psutil.Process(pid).ppid() for pid in ids}) == 1
+    assert len(ids) == 24
+    assert all(os.getsid(pid) == pid for pid in ids)
     # The thread that made them has ended, and they have not.
     assert [repl.execute("1 + 1").stdout for repl in repls] == ["2\n"] * 24
-    children = [psutil.Process(get_pid(repl)) for repl in repls]
+    children = [get_process(repl) for repl in repls]
     for repl in repls:
         repl.close()
-    _, alive = psutil.wait_procs(children, timeout=30)
-    assert alive == []
+    wait_until(lambda: all(map(has_ended, children)))
 
 
 def test_a_launcher_that_has_ended_is_started_again() -> None:
     with ReplProcess({}) as repl:
-        (parent,) = [psutil.Process(get_pid(repl)).parent()]
-        assert parent is not None
-        child = psutil.Process(get_pid(repl))
+        child = get_process(repl)
+        parent = psutil.Process(child.ppid())
         parent.send_signal(signal.SIGKILL)
-        child.wait(timeout=30)  # what it has started ends with it
+        wait_until(lambda: has_ended(child))  # what it has started ends with it
         # What the code has lost is not its own doing, and is no observation.
         with pytest.raises(ConfinementError, match="has ended, and all of them with it"):
             repl.execute("1 + 1")
         assert repl.execute("1 + 1").stdout == "2\n"
-        assert psutil.Process(get_pid(repl)).ppid() != parent.pid
+        assert get_process(repl).ppid() != parent.pid
 
 
 def test_a_process_sees_nothing_of_another() -> None:
@@ -98,46 +86,13 @@ def test_where_no_process_can_be_made_the_others_go_on(monkeypatch: pytest.Monke
     launcher._close_launchers()
 
 
-def wait_until(has_happened: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 30
-    while not has_happened() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return has_happened()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("text", "replacement", "problem"),
-    [
-        ('"getrandom",', '"getrandom", "openat",', "Too many open files"),
-        ('"getrandom",', '"getrandom", "socket",', "Too many open files"),
-        ('"getrandom",', '"getrandom", "clone",', "lets processes fork"),
-        ("~(0x02 |", "~(0x01 | 0x02 |", "allows any memory"),
-        ("(not_executable, private)", "(private,)", "allows any memory"),
-        ("os.closerange(3, _MAX_FILES)", "pass", "files of the parent are open"),
-    ],
-)
-def test_a_process_that_is_not_confined_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, replacement: str, problem: str
-) -> None:
-    script = tmp_path / "script.py"
-    source = launcher._SCRIPT.read_text()
-    assert source.count(text) == 1
-    script.write_text(source.replace(text, replacement))
-    monkeypatch.setattr(launcher, "_SCRIPT", script)
-    monkeypatch.setattr(launcher, "_LAUNCHERS", {})
-    with pytest.raises(ConfinementError, match=rf"No code can be confined here: \w+: .*{problem}"):
-        ReplProcess({})
-    launcher._close_launchers()
-
-
 def test_a_process_is_confined_before_it_reads_a_text() -> None:
     library = process._find_library()
     assert library is not None
     child = launcher.start_confined(library, [2**28, 100, 2**20])
     status = Path(f"/proc/{child.pid}/status")
     # It has not been sent anything.
-    assert wait_until(lambda: "Seccomp:\t2\n" in status.read_text())
+    wait_until(lambda: "Seccomp:\t2\n" in status.read_text())
     child.close()
 
 
@@ -164,38 +119,6 @@ def test_a_process_has_no_file_of_its_parent_however_many_there_are(monkeypatch:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_launcher_that_answers_another_request_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise each REPL would be stopped and killed with the handle of the one before it."""
-    monkeypatch.setattr(launcher, "_LAUNCHERS", {})
-    with ReplProcess({}) as first:
-        (old,) = launcher._LAUNCHERS.values()
-        inner_ends, outer_ends = launcher._make_streams()
-        request = b'{"nonce": "another", "numbers": [268435456, 100, 1048576]}'
-        socket.send_fds(old._control, [request], inner_ends)
-        # The process that was asked for answers by itself, so a later one could be faster.
-        assert select.select([old._control], [], [], 60)[0]
-        processes = [psutil.Process(get_pid(first)), psutil.Process(old._process.pid)]
-        with ReplProcess({}) as second:
-            assert second.execute("1 + 1").stdout == "2\n"
-            assert second._process is not None
-            assert second._process.launcher is not old
-            _, alive = psutil.wait_procs(processes, timeout=30)
-            assert alive == []
-    launcher._close([*inner_ends, *outer_ends])
-    launcher._close_launchers()
-
-
-def test_addresses_are_the_same_in_every_process() -> None:
-    outputs = []
-    for _ in range(2):
-        with ReplProcess({}) as repl:
-            outputs.append(repl.execute("print(list_papers, object(), map(str, []))\nFINAL(object())"))
-    assert outputs[0] == outputs[1]
-    assert " at 0x0" in outputs[0].stdout
-    assert outputs[0].final is not None
-    assert " at 0x0" in outputs[0].final
-
-
 def test_a_launcher_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit(1)")
@@ -203,34 +126,6 @@ def test_a_launcher_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(launcher, "_LAUNCHERS", {})
     with pytest.raises(ConfinementError, match="No code can be confined here: "):
         ReplProcess({})
-
-
-def test_nothing_stays_after_the_end_of_the_parent() -> None:
-    # The parent ends only when it is told to: until then its children are there to be looked up.
-    script = (
-        "from sandboxes.trees.repl.process import *\nimport psutil, sys\n"
-        "repl = ReplProcess({}, limits=ReplLimits(seconds=600))\n"
-        "print(repl._process.pid, psutil.Process(repl._process.pid).ppid(), flush=True)\n"
-        "sys.stdin.readline()\n"
-    )
-    for ending in ("", "import os; os._exit(0)", "repl.execute('while True: pass')"):
-        with subprocess.Popen(
-            [sys.executable, "-c", script + ending],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path.cwd(),
-        ) as parent:
-            assert parent.stdin is not None
-            assert parent.stdout is not None
-            processes = [psutil.Process(int(number)) for number in parent.stdout.readline().split()]
-            assert len(processes) == 2
-            parent.stdin.write("\n")
-            parent.stdin.flush()
-            if "while" in ending:
-                parent.kill()
-        _, alive = psutil.wait_procs(processes, timeout=30)
-        assert alive == []
 
 
 FORK = """
@@ -262,8 +157,7 @@ def test_the_launcher_ends_with_its_trial_while_a_fork_of_it_lives() -> None:
     trial, (fork, *processes) = start_trial(FORK)
     with trial:
         trial.kill()
-        _, alive = psutil.wait_procs(processes, timeout=30)
-        assert alive == []
+        wait_until(lambda: all(map(has_ended, processes)))
         assert fork.is_running()
         fork.kill()
 
@@ -271,7 +165,7 @@ def test_the_launcher_ends_with_its_trial_while_a_fork_of_it_lives() -> None:
 def test_a_launcher_that_outlives_its_trial_is_an_orphan_and_does_not_know_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainable.runs.orphans._TERMINATE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("trainable.runs.orphans._TERMINATE_TIMEOUT_S", 0.05)
     trial, (fork, repl, starter) = start_trial(FORK)
     with trial:
         fork.kill()
@@ -282,8 +176,7 @@ def test_a_launcher_that_outlives_its_trial_is_an_orphan_and_does_not_know_the_r
         assert find_orphans(Path("/some/study/runs/b")) == find_orphans(Path("/some/stud")) == []
         assert starter in find_orphans(Path("/some/study"))
         assert f"{starter.pid} ({starter.name()})" in terminate_orphans(Path("/some/study/runs/a"))
-        _, alive = psutil.wait_procs([repl, starter], timeout=30)
-        assert alive == []
+        wait_until(lambda: has_ended(repl) and has_ended(starter))
 
 
 def test_a_process_that_trains_another_run_starts_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +185,7 @@ def test_a_process_that_trains_another_run_starts_another_launcher(monkeypatch: 
     for folder in ("/some/study/runs/a", "/some/study/runs/a", "/some/study/runs/b"):
         monkeypatch.setenv(MARK_ENV, folder)
         with ReplProcess({}) as repl:
-            starters.append(psutil.Process(psutil.Process(get_pid(repl)).ppid()))
+            starters.append(psutil.Process(get_process(repl).ppid()))
     assert starters[0] == starters[1] != starters[2]
     assert not starters[0].is_running()
     assert starters[2] in find_orphans(Path("/some/study/runs/b"))

@@ -37,7 +37,7 @@ def test_the_evidence_of_a_generated_question_is_known(seed: int, num_papers: in
 def test_generated_sets_share_no_question() -> None:
     source = GeneratedPapers(3, 4)
     test_levels = source.make_test_levels(64)
-    validation, training = make_validation_levels(source, 128), make_training_levels(source, 0, 1, 64)
+    validation, training = make_validation_levels(source, 128), make_training_levels(source, range(10_000, 10_064))
     sets = [collect_level_keys(levels) for levels in (test_levels, validation, training)]
     assert [len(keys) for keys in sets] == [64, 128, 64]
     assert len(frozenset().union(*sets)) == 256

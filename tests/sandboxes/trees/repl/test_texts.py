@@ -16,45 +16,15 @@ from sandboxes.trees.repl.texts import (
 
 
 @pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("```repl\nprint(1)\n```", "print(1)\n"),
-        ("I think.\n```repl\nprint(1)```\nDone.", "print(1)"),
-        ("```repl \nprint(1)\n```", "print(1)\n"),
-        ("```repl\n```", ""),
-        ("```python\nno\n```\n```repl\nprint(1)\n```", "print(1)\n"),
-        ("```repl\nprint(1)\n```\n```", "print(1)\n"),
-        ("```repl\nFINAL(1)\n```\nFINAL(2)", "FINAL(1)\n"),
-    ],
-)
-def test_one_block_is_code(text: str, code: str) -> None:
-    assert parse_reply(text) == ReplyContent(code=code)
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("", "no block"),
-        ("print(1)", "no block"),
-        ("```\nprint(1)\n```", "no block"),
-        ("```python\nprint(1)\n```", "no block"),
-        ("```repl print(1)```", "no block"),
-        ("```repl\nprint(1)\n", "no block"),
-        (" ```  repl\nprint(1)\n```", "no block"),
-        ("```repl\n1\n```\n```repl\n2\n```", "2 blocks"),
-        ("```repl\n1\n```\n```repl\n2\n```\nFINAL(3)", "2 blocks"),
-    ],
-)
-def test_no_block_and_several_are_problems(text: str, number: str) -> None:
-    content = parse_reply(text)
-    assert content.problem is not None
-    assert number in content.problem
-    assert (content.code, content.answer, content.variable) == (None, None, None)
-
-
-@pytest.mark.parametrize(
     ("text", "content"),
     [
+        ("```repl\nprint(1)\n```", ReplyContent(code="print(1)\n")),
+        ("I think.\n```repl\nprint(1)```\nDone.", ReplyContent(code="print(1)")),
+        ("```repl \nprint(1)\n```", ReplyContent(code="print(1)\n")),
+        ("```repl\n```", ReplyContent(code="")),
+        ("```python\nno\n```\n```repl\nprint(1)\n```", ReplyContent(code="print(1)\n")),
+        ("```repl\nprint(1)\n```\n```", ReplyContent(code="print(1)\n")),
+        ("```repl\nFINAL(1)\n```\nFINAL(2)", ReplyContent(code="FINAL(1)\n")),
         ("FINAL(12)", ReplyContent(answer="12")),
         ("So:\n  FINAL( ['a', 'b'] )\nthat is it", ReplyContent(answer="['a', 'b']")),
         ("FINAL('quoted')", ReplyContent(answer="quoted")),
@@ -65,9 +35,25 @@ def test_no_block_and_several_are_problems(text: str, number: str) -> None:
         ("FINAL_VAR('hits')", ReplyContent(variable="hits")),
     ],
 )
-def test_a_line_is_an_answer(text: str, content: ReplyContent) -> None:
+def test_one_block_is_code_and_a_line_is_an_answer(text: str, content: ReplyContent) -> None:
     assert parse_reply(text) == content
-    assert parse_reply(f"In a sentence: {' '.join(text.split())}.").problem is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        *((text, "no block") for text in ("", "print(1)", "```\nprint(1)\n```", "```python\nprint(1)\n```")),
+        *((text, "no block") for text in ("```repl print(1)```", "```repl\nprint(1)\n", " ```  repl\nprint(1)\n```")),
+        *((text, "no block") for text in ("In a sentence: FINAL(12).", "In a sentence: FINAL_VAR(hits).")),
+        ("```repl\n1\n```\n```repl\n2\n```", "2 blocks"),
+        ("```repl\n1\n```\n```repl\n2\n```\nFINAL(3)", "2 blocks"),
+    ],
+)
+def test_no_block_and_several_are_problems(text: str, number: str) -> None:
+    content = parse_reply(text)
+    assert content.problem is not None
+    assert number in content.problem
+    assert (content.code, content.answer, content.variable) == (None, None, None)
 
 
 @given(st.text(st.sampled_from("`repl\nFINAL()_VR'\"x ")))

@@ -59,8 +59,8 @@ SHAPE_CASES: list[Case] = [
     *(({"task": task, "binary_reward": True}, "set binary_reward=false") for task in CHAIN_TASKS),
 ]
 NOISE_CASES: list[Case] = [
-    ({"reward_noise": 0.2}, "reward_noise=0.2 needs a mode"),
-    ({"reward_noise_mode": "label_flip"}, "reward_noise_mode=label_flip changes no reward at reward_noise=0"),
+    ({"reward_noise": 0.2}, "reward_noise=0.2 with reward_noise_mode=none: set"),
+    ({"reward_noise_mode": "label_flip"}, "reward_noise=0.0 with reward_noise_mode=label_flip: set"),
     *(
         ({"task": task, "reward_noise": 0.2, "reward_noise_mode": mode}, "set reward_noise_mode=false_positive_action0")
         for task in BANDIT_TASKS
@@ -69,7 +69,7 @@ NOISE_CASES: list[Case] = [
 ]
 REGIME_CASES: list[Case] = [
     *make_cases((*GROUPED, *CANDIDATE), {"group_size": 1}, "set group_size=2 or more"),
-    *make_cases(GROUPED, {"batch_size": 100, "group_size": 8}, "set batch_size=96 group_size=8"),
+    *make_cases(GROUPED, {"batch_size": 100, "group_size": 8}, "set batch_size=96"),
     *(case for task in BANDIT_TASKS for case in make_cases(SEQUENCE_ONLY, {"task": task}, "set task=token_reversal")),
     *(
         case
@@ -79,8 +79,8 @@ REGIME_CASES: list[Case] = [
         )
     ),
     *(case for task in BANDIT_TASKS for case in make_cases(CANDIDATE, {"task": task}, "or task=masked_reversal")),
-    *make_cases((*CANDIDATE, "DGToken"), {"binary_reward": True}, "set binary_reward=false"),
-    *make_cases((*CANDIDATE, "DGToken"), NOISE, "set reward_noise=0 reward_noise_mode=none"),
+    *make_cases((*CANDIDATE, "DGToken"), {"binary_reward": True}, "masked_reversal, binary_reward=false"),
+    *make_cases((*CANDIDATE, "DGToken"), NOISE, "binary_reward=false reward_noise=0 reward_noise_mode=none"),
     *make_cases(CANDIDATE, {"delay": 1}, "set delay=0 replay_capacity=0"),
     *make_cases(CANDIDATE, {"replay_capacity": 2}, "set delay=0 replay_capacity=0"),
     *(
@@ -96,10 +96,8 @@ REGIME_CASES: list[Case] = [
     *(({"method": "LogGrowth", "task": task}, "set task=mnist") for task in SEQUENCE_TASKS),
     *make_cases(("LogGrowth", "DAPO", "DAPOLite"), {"task": "lm_bandit", "kl_weight": 0.1}, "set kl_weight=0"),
     *make_cases(("LogGrowth", "MaxRL", "TPOFullAction"), NOISE, "noise breaks that: set reward_noise=0"),
-    *(({"method": "MaxRL", "task": task}, "set task=token_reversal binary_reward=true") for task in CHAIN_TASKS),
-    ({"method": "MaxRL", "task": "token_reversal"}, "set binary_reward=true"),
-    ({"method": "MaxRL", "task": "masked_reversal"}, "set binary_reward=true"),
-    ({"method": "MaxRL", "task": "lm_bandit", "kl_weight": 0.1}, "set kl_weight=0"),
+    *(({"method": "MaxRL", "task": task}, "set task=token_reversal binary_reward=true") for task in SEQUENCE_TASKS),
+    ({"method": "MaxRL", "task": "lm_bandit", "kl_weight": 0.1}, "or kl_weight=0 with task=lm_bandit"),
     *(({"method": "TPOFullAction", "task": task}, "set task=mnist") for task in TASKS if task != "mnist"),
     *make_cases(("TPOFullAction",), {"delay": 1}, "set delay=0 replay_capacity=0 inner_epochs=1"),
     *make_cases(("TPOFullAction",), {"replay_capacity": 1}, "set delay=0 replay_capacity=0 inner_epochs=1"),

@@ -11,66 +11,27 @@ from sandboxes.update_rules.config.rules import METHODS
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.training.make import UPDATE_RULES
 from tests.oracles import update_rules as loops
-from tests.oracles.update_rules import Member, Table
+from tests.oracles.update_rules import Member, Table, advantage, capped_ratio
 from tests.strategies.update_rules import make_member, make_random_case
 
 Term = Callable[[Member, Table, UpdateRuleConfig, int, int], float]
 """term(member, log-probabilities, settings, rollout, position): the mean over all of them is the metric."""
 
 
-def advantage(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
-    return m.rewards[i] - loops.baseline(m, p, c, i, t)
-
-
 def ratio(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
     return loops.ratio(m, p, i, t)
 
 
-def capped_ratio(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
-    return min(loops.ratio(m, p, i, t), c.iw_cap)
-
-
-def flipped_ratio(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
-    r = loops.ratio(m, p, i, t)
-    return 1 / r if advantage(m, p, c, i, t) > 0 else r
-
-
-def aspo_weight(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
-    value = flipped_ratio(m, p, c, i, t)
-    return min(value, 1 + c.clip_high) if advantage(m, p, c, i, t) > 0 else max(value, 1 - c.clip_low)
-
-
 def gate(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
-    return loops.sigmoid(-advantage(m, p, c, i, t) * p[i][t][m.actions[i][t]] / c.eta)
+    return loops.gate(p[i][t][m.actions[i][t]], advantage(m, p, c, i, t), c)
 
 
 def uncertainty(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
     return loops.population_std(m.rewards)
 
 
-def entropy_guard(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
-    excess = max(math.exp(p[i][t][m.actions[i][t]]) - 1 / 3, 0)
-    return 1 - c.guard_strength * excess if advantage(m, p, c, i, t) > 0 else 1.0
-
-
-def reward_to_go(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
-    later_positions = [u for u in range(t, m.length) if m.score_mask[i][u]]
-    return sum(m.actions[i][u] == m.labels[i][u] for u in later_positions) / max(1, len(later_positions))
-
-
 def self_gate(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
-    counts = m.score_mask[i][t]
-    token_advantage = float(m.actions[i][t] == m.labels[i][t]) - loops.sum_squared_probs(p[i][t]) if counts else 0.0
-    return loops.sigmoid(-token_advantage * p[i][t][m.actions[i][t]] / c.eta)
-
-
-def distillation_loss(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
-    return -self_gate(m, p, c, i, t) * p[i][t][m.labels[i][t]]
-
-
-def is_after_error(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
-    is_wrong = [m.score_mask[i][u] and m.actions[i][u] != m.labels[i][u] for u in range(t + 1)]
-    return float(any(is_wrong) and m.score_mask[i][t])
+    return loops.gate(p[i][t][m.actions[i][t]], loops.token_advantage(m, p, c, i, t), c)
 
 
 def abs_group_advantage(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
@@ -90,8 +51,7 @@ def abs_skill(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float
 
 def target_probs(m: Member, c: UpdateRuleConfig, i: int) -> list[float]:
     group = m.find_group(i)
-    z = loops.skills([m.rewards[j] for j in group])
-    return loops.softmax([math.fsum(m.old_log_probs[j]) + z[k] / c.tpo_eta for k, j in enumerate(group)])
+    return loops.target([math.fsum(m.old_log_probs[j]) for j in group], loops.skills([m.rewards[j] for j in group]), c)
 
 
 def entropy(q: list[float]) -> float:
@@ -99,35 +59,25 @@ def entropy(q: list[float]) -> float:
 
 
 def token_target(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
-    z, old = loops.skills(m.candidate_rewards[i][t]), m.candidate_log_probs[i][t]
-    return entropy(loops.softmax([o + z[k] / c.tpo_eta for k, o in enumerate(old)]))
-
-
-def has_value_change(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
-    def value(length: int) -> float:
-        return loops.mean([m.rewards[j] for j in m.find_group(i) if m.actions[j][:length] == m.actions[i][:length]])
-
-    return float(abs(value(t + 1) - value(t)) > 1e-9)
+    return entropy(loops.target(m.candidate_log_probs[i][t], loops.skills(m.candidate_rewards[i][t]), c))
 
 
 TERMS: dict[tuple[str, str], Term] = {
     ("PG", "iw_mean"): capped_ratio,
     ("MaxRL", "iw_mean"): capped_ratio,
-    ("TrajPG", "iw_mean"): lambda m, p, c, i, t: min(math.prod(ratio(m, p, c, i, u) for u in range(2)), c.iw_cap),
-    ("ASPO", "ratio_mean"): flipped_ratio,
-    ("ASPO", "weight_mean"): aspo_weight,
+    ("TrajPG", "iw_mean"): loops.sequence_ratio,
+    ("ASPO", "ratio_mean"): loops.flipped_ratio,
+    ("ASPO", "weight_mean"): loops.aspo_weight,
     ("ASPO", "pos_frac"): lambda m, p, c, i, t: float(advantage(m, p, c, i, t) > 0),
     ("R2VPO", "ratio_mean"): ratio,
     ("R2VPO", "var_penalty_mean"): lambda m, p, c, i, t: c.eta * (ratio(m, p, c, i, t) - 1) ** 2,
-    ("LogGrowth", "weight_mean"): lambda m, p, c, i, t: (
-        math.exp(-p[i][t][m.labels[i][t]]) if m.actions[i][t] == m.labels[i][t] else 1.0
-    ),
+    ("LogGrowth", "weight_mean"): loops.growth_weight,
     ("PMDMean", "log_ratio_mean"): lambda m, p, c, i, t: 2 * math.log(ratio(m, p, c, i, t)),
     ("DG", "gate_mean"): gate,
     ("FreshDG", "gate_mean"): gate,
     ("FreshDG", "freshness_weight"): lambda m, p, c, i, t: math.exp(-c.replay_age_decay * m.age),
     ("FreshDG", "batch_age"): lambda m, p, c, i, t: m.age,
-    ("DGEntropyGuard", "entropy_guard_mean"): entropy_guard,
+    ("DGEntropyGuard", "entropy_guard_mean"): loops.entropy_guard,
     ("UncertaintyDG", "uncertainty_mean"): uncertainty,
     ("UncertaintyDG", "gate_mean"): lambda m, p, c, i, t: loops.sigmoid(
         (-advantage(m, p, c, i, t) * p[i][t][m.actions[i][t]] - c.uncertainty_scale * uncertainty(m, p, c, i, t))
@@ -135,11 +85,11 @@ TERMS: dict[tuple[str, str], Term] = {
     ),
     ("FilteredDG", "kept_frac"): lambda m, p, c, i, t: float(uncertainty(m, p, c, i, t) <= c.uncertainty_threshold),
     ("RewardVarianceDG", "uncertainty_mean"): uncertainty,
-    ("DGToken", "rtg_mean"): reward_to_go,
+    ("DGToken", "rtg_mean"): loops.reward_to_go,
     ("SelfDistillDG", "gate_mean"): self_gate,
-    ("SelfDistillDG", "distill_loss"): distillation_loss,
+    ("SelfDistillDG", "distill_loss"): lambda m, p, c, i, t: -self_gate(m, p, c, i, t) * p[i][t][m.labels[i][t]],
     ("SCOPELite", "gate_mean"): gate,
-    ("SCOPELite", "first_error_frac"): is_after_error,
+    ("SCOPELite", "first_error_frac"): loops.is_after_error,
     ("GRPO", "ratio_mean"): ratio,
     ("GRPO", "adv_abs_mean"): abs_group_advantage,
     ("DAPO", "adv_abs_mean"): abs_group_advantage,
@@ -152,7 +102,9 @@ TERMS: dict[tuple[str, str], Term] = {
     ("TPOToken", "candidate_reward"): lambda m, p, c, i, t: loops.mean(m.candidate_rewards[i][t]),
     ("GRPOToken", "behavior_token_reward"): lambda m, p, c, i, t: m.candidate_rewards[i][t][0],
     ("TEMPO", "ratio_mean"): capped_ratio,
-    ("TEMPO", "td_nonzero_frac"): has_value_change,
+    ("TEMPO", "td_nonzero_frac"): lambda m, p, c, i, t: (
+        abs(loops.prefix_value(m, i, t + 1) - loops.prefix_value(m, i, t)) > 1e-9
+    ),
     **{(method, "reward"): lambda m, p, c, i, t: m.rewards[i] for method in METHODS},
 }
 

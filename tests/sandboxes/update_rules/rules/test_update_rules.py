@@ -16,14 +16,7 @@ from sandboxes.update_rules.records import RULE_COLUMNS
 from sandboxes.update_rules.rules.rule import RuleLoss
 from sandboxes.update_rules.training.make import UPDATE_RULES
 from tests.oracles.update_rules import ORACLES, Table
-from tests.strategies.update_rules import (
-    Case,
-    cases,
-    examples,
-    make_member,
-    make_random_case,
-    slice_members,
-)
+from tests.strategies.update_rules import Case, cases, examples, make_member, make_random_case, slice_members
 
 AXES = (
     "influence", "granularity", "support", "reward uncertainty", "geometry", "privileged acquisition",

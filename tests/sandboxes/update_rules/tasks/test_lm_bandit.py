@@ -9,10 +9,11 @@ import torch
 
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.tasks.lm_bandit import LanguageModelBandit, LanguageModelEnsemble
-from sandboxes.update_rules.tasks.texts import (
+from sandboxes.update_rules.tasks.lm_bandit import (
     SHIPPED_PASSAGES,
     SHIPPED_TEXT,
+    LanguageModelBandit,
+    LanguageModelEnsemble,
     make_sokoban_passages,
     read_passages,
     read_tokens,

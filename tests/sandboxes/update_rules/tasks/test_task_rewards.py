@@ -100,7 +100,7 @@ def test_uniform_groups_are_left_out_unless_all_are(size: int, groups: int, data
     count = size * groups
     rewards = data.draw(st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0]), min_size=count, max_size=count))
     member_rewards = torch.tensor([rewards, [0.3] * count])
-    keep_mask, scalars = filter_groups(find_varied_groups(member_rewards, size), size)
+    keep_mask, scalars = filter_groups(member_rewards, find_varied_groups(member_rewards, size))
     is_mixed = oracles.find_mixed_groups(rewards, size)
     is_kept = is_mixed if any(is_mixed) else [True] * groups
     assert keep_mask.tolist() == [[group for group in is_kept for _ in range(size)], [True] * count]

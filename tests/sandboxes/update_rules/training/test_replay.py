@@ -8,18 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxes.toys.ensemble import slice_member, stack_members
 from sandboxes.update_rules.config.settings import REPLAY_PRIORITIES, UpdateRuleConfig
-from sandboxes.update_rules.rollouts import Rollouts, flatten_rollouts, unflatten_rollouts
-from sandboxes.update_rules.training.replay import AgeStatistics, ReplayBuffer, make_buffer
-from tests.sandboxes.update_rules.batches import add_candidates, make_random_batch
+from sandboxes.update_rules.rollouts import Rollouts
+from sandboxes.update_rules.training.replay import AgeStatistics, ReplayBuffer
+from tests.sandboxes.update_rules.batches import make_random_batch
 from tests.strategies.examples import draw_examples
 
 UNIFORMS = torch.tensor([0.3, 0.8])
 
 
 def make_filled_buffer(count: int, **settings: object) -> tuple[ReplayBuffer, list[Rollouts]]:
-    buffer = make_buffer(UpdateRuleConfig(method="DG", **settings))
+    buffer = ReplayBuffer(UpdateRuleConfig(method="DG", **settings))
     batches = [make_random_batch(seed) for seed in range(count)]
     for batch in batches:
         buffer = buffer.with_batch(batch)
@@ -30,24 +29,15 @@ def are_equal(one: Rollouts, other: Rollouts) -> bool:
     return torch.equal(one.rewards, other.rewards) and torch.equal(one.actions, other.actions)
 
 
-def test_without_delay_and_replay_the_fresh_batch_is_drawn() -> None:
-    buffer, _ = make_filled_buffer(3)
-    fresh_batch = make_random_batch(7)
-    draw = buffer.draw(fresh_batch, UNIFORMS)
-    assert are_equal(draw.rollouts, fresh_batch)
-    assert draw.rollouts.age.tolist() == [0, 0]
-    assert len(draw.buffer.batches) == 1
-
-
-@pytest.mark.parametrize("settings", [{"delay": 3}, {"delay": 3, "replay_capacity": 4}])
-def test_a_delayed_batch_is_that_of_delay_steps_ago_or_the_fresh_one(settings: dict[str, int]) -> None:
-    buffer, _ = make_filled_buffer(0, **settings)
+@pytest.mark.parametrize(("delay", "capacity"), [(0, 0), (3, 0), (3, 4)])
+def test_a_delayed_batch_is_that_of_delay_steps_ago_or_the_fresh_one(delay: int, capacity: int) -> None:
+    buffer, _ = make_filled_buffer(0, delay=delay, replay_capacity=capacity)
     batches = [make_random_batch(seed) for seed in range(8)]
     for step, fresh_batch in enumerate(batches):
         draw = buffer.draw(fresh_batch, UNIFORMS)
         buffer = draw.buffer
-        assert are_equal(draw.rollouts, batches[step - 3] if step >= 3 else fresh_batch)
-        assert draw.rollouts.age.tolist() == [3 if step >= 3 else 0] * 2
+        assert are_equal(draw.rollouts, batches[step - delay] if step >= delay else fresh_batch)
+        assert draw.rollouts.age.tolist() == [delay if step >= delay else 0] * 2
 
 
 def test_the_oldest_batch_leaves_a_full_buffer_and_drawing_changes_nothing() -> None:
@@ -146,16 +136,3 @@ def test_age_statistics_are_those_of_the_batches_since_the_last_row(ages: list[t
     assert values["effective_age"] == pytest.approx(sum(a * w for a, w in ages) / sum(w for _, w in ages))
     statistics.reset()
     assert math.isnan(float(statistics.compute()["age_mean"]))
-
-
-def test_a_batch_is_the_same_when_its_members_are_taken_apart_and_put_together() -> None:
-    batch = add_candidates(replace(make_random_batch(3), expected_reward=torch.rand(2, 5)))
-    member_batches = [slice_member(flatten_rollouts(batch), member) for member in range(2)]
-    restacked_batch = unflatten_rollouts(stack_members(member_batches), batch.group_size)
-    assert flatten_rollouts(restacked_batch).keys() == flatten_rollouts(batch).keys()
-    assert all(
-        torch.equal(value, flatten_rollouts(batch)[name]) for name, value in flatten_rollouts(restacked_batch).items()
-    )
-    assert (restacked_batch.group_size, restacked_batch.score_mask) == (5, None)
-    reversed_batch = unflatten_rollouts(stack_members(member_batches[::-1]), batch.group_size)
-    assert torch.equal(reversed_batch.rewards, batch.rewards.flip(0))

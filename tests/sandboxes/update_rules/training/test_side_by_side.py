@@ -2,19 +2,16 @@
 
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from sandboxes.update_rules.training import make
 from sandboxes.update_rules.trial import UpdateRules
 from tests.fakes.ensembles import drop_times
-from trainable.runs import run
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
-from trainable.runs.run_files import RunLockedError, read_rows
+from trainable.runs.run_files import read_rows
 
 Report = dict[str, Any]
 SMALL = {
@@ -27,15 +24,13 @@ StartTrial = Callable[..., UpdateRules]
 
 
 def make_config(folder: Path, seeds: tuple[int, ...] = (0, 1), **settings: Any) -> dict[str, Any]:
-    interrupt = settings.pop("interrupt", None)
     trial_settings = {**SMALL, **{name.replace("__", "."): value for name, value in settings.items()}}
     places = {seed: (str(folder / f"s{seed}"), str(folder / f"kept{seed}")) for seed in seeds}
     runs = [
         {"run_id": f"a-s{seed}", "seed": seed, "run_dir": run_dir, "checkpoint_dir": checkpoint_dir}
         for seed, (run_dir, checkpoint_dir) in places.items()
     ]
-    interrupts = [] if interrupt is None else [str(interrupt)]
-    options = {"study": "influence", "arm": "DG", "stop_rules": ["uniform_groups"], "interrupts": interrupts}
+    options = {"study": "influence", "arm": "DG", "stop_rules": ["uniform_groups"], "interrupts": []}
     return {**trial_settings, "seed": list(seeds), "run": {**options, "runs": runs}}
 
 
@@ -121,50 +116,6 @@ def test_a_resumed_trial_writes_the_rows_of_an_uninterrupted_one(
     assert_equal_weights(tmp_path, uninterrupted[0])
 
 
-@pytest.mark.parametrize("steps", [3, 4])
-def test_a_trial_that_is_made_longer_writes_the_rows_of_a_longer_one(
-    tmp_path: Path, start_trial: StartTrial, uninterrupted: tuple[Path, list[Report]], steps: int
-) -> None:
-    run_to_end(start_trial(tmp_path, trainer__total_training_steps=steps))
-    run_to_end(start_trial(tmp_path))  # 7 steps
-    rows, straight_rows = read_written_rows(tmp_path), read_written_rows(uninterrupted[0])
-    # An end between two evaluations has a row of its own.
-    assert [row["step"] for row in rows["s0"]] == sorted({0, 3, 6, 7, steps})
-    assert {name: [row for row in of_run if row["step"] != 4] for name, of_run in rows.items()} == straight_rows
-    assert_equal_weights(tmp_path, uninterrupted[0])
-
-
-def test_checkpoints_are_written_every_so_many_steps_and_only_the_last_is_kept(
-    tmp_path: Path, start_trial: StartTrial, uninterrupted: tuple[Path, list[Report]]
-) -> None:
-    trial = start_trial(tmp_path, trainer__save_freq=3)
-    trial.step()
-    assert not (tmp_path / "s0" / "state").exists()
-    trial.step()
-    assert sorted(path.name for path in (tmp_path / "s0" / "state").iterdir()) == ["step_2", "step_4"]
-    run_to_end(trial)
-    for seed in (0, 1):
-        assert [path.name for path in (tmp_path / f"s{seed}" / "state").iterdir()] == ["step_7"]
-        saved_names = sorted(path.name for path in (tmp_path / f"kept{seed}").iterdir())
-        assert saved_names == ["global_step_3", "global_step_6", "global_step_7"]
-    assert not (uninterrupted[0] / "kept0").exists()
-
-
-def test_an_interrupted_trial_writes_its_states_at_once(
-    tmp_path: Path, start_trial: StartTrial, uninterrupted: Any
-) -> None:
-    interrupt = tmp_path / "interrupt"
-    trial = start_trial(tmp_path, interrupt=str(interrupt), trainer__resume_every=100)
-    trial.step()
-    interrupt.touch()
-    report = trial.step()
-    assert (report["rows"], report["saved"], report["done"], report["training_iteration"]) == ({}, True, False, 1)
-    assert [path.name for path in (tmp_path / "s1" / "state").iterdir()] == ["step_2"]
-    interrupt.unlink()
-    run_to_end(start_trial(tmp_path, trainer__resume_every=100))
-    assert read_written_rows(tmp_path) == read_written_rows(uninterrupted[0])
-
-
 def drop_batches(folder: Path) -> None:
     """Leave states that are refused after a part of them was loaded."""
     for path in list(folder.glob("s*/state/*")):
@@ -216,41 +167,6 @@ def test_runs_that_start_again_because_one_joins_them_say_so(tmp_path: Path, sta
     assert start_trial(tmp_path / "new").training.notes == []
 
 
-def test_a_row_of_a_step_that_is_repeated_does_not_count(tmp_path: Path, start_trial: StartTrial) -> None:
-    step_twice(start_trial(tmp_path, trainer__resume_every=3))
-    second_trial = start_trial(tmp_path, trainer__resume_every=3)
-    assert second_trial.training.trainer.step_index == 3
-    assert [row["step"] for row in second_trial.training.runs[0].rows] == [0]
-    assert second_trial.step()["training_iteration"] == 2
-
-
-@pytest.mark.parametrize("changes", [{"lr": 0.5}, {"seeds": (1, 0)}])
-def test_states_of_other_settings_or_seeds_are_not_used(
-    tmp_path: Path, start_trial: StartTrial, changes: dict[str, Any]
-) -> None:
-    first_trial = start_trial(tmp_path)
-    step_twice(first_trial)
-    if "seeds" in changes:  # exchanges the folders
-        first_trial.cleanup()
-        (tmp_path / "s0").rename(tmp_path / "x")
-        (tmp_path / "s1").rename(tmp_path / "s0")
-        (tmp_path / "x").rename(tmp_path / "s1")
-    second_trial = start_trial(tmp_path, **changes)
-    assert second_trial.training.trainer.step_index == 0
-    assert "other settings or another seed" in second_trial.step()["note"]
-
-
-def test_a_trial_that_had_ended_reports_its_last_rows(
-    start_trial: StartTrial, uninterrupted: tuple[Path, list[Report]]
-) -> None:
-    folder, reports = uninterrupted
-    expected_rows = read_written_rows(folder)
-    report = start_trial(folder).step()
-    assert report["rows"] == reports[-1]["rows"]
-    assert (report["done"], report["step"], report["training_iteration"]) == (True, 7, 4)
-    assert read_written_rows(folder) == expected_rows
-
-
 def test_runs_that_a_rule_stopped_end_with_its_name(tmp_path: Path, start_trial: StartTrial) -> None:
     reports = run_to_end(start_trial(tmp_path, **STOPPING_SETTINGS))
     row = reports[-1]["rows"]["a-s0"]
@@ -272,53 +188,3 @@ def test_a_run_of_a_trial_that_ended_is_left_as_it_is(
     assert all(set(report["rows"]) == {"a-s1"} for report in reports)
     assert reports[-1]["done"]
     assert [row["step"] for row in read_written_rows(tmp_path)["s1"]] == [0, 3, 6, 7]
-
-
-def test_a_failed_run_is_reported_and_does_not_start_again(
-    tmp_path: Path, start_trial: StartTrial, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_trainer = make.TRAINER.make_trainer
-
-    def make_broken_trainer(*arguments: Any) -> Any:
-        trainer = make_trainer(*arguments)
-        objective = trainer.algorithm.objective
-
-        def compute_broken_objective(rollouts: Any, log_probs: Any, settings: Any) -> Any:
-            rule_loss = objective(rollouts, log_probs, settings)
-            factors = [torch.nan if seed == 1 and trainer.step_index == 4 else 1.0 for seed in trainer.seeds]
-            return type(rule_loss)(rule_loss.loss * torch.tensor(factors), rule_loss.metrics)
-
-        trainer.algorithm.objective = compute_broken_objective
-        return trainer
-
-    monkeypatch.setattr(make, "TRAINER", replace(make.TRAINER, make_trainer=make_broken_trainer))
-    reports = run_to_end(start_trial(tmp_path))
-    message = (
-        "values of step 4 were not finite: loss, gradient of embedding.weight, gradient of positions.weight and 15 more"
-    )
-    assert [report["failed"] for report in reports] == [{}, {}, *[{"a-s1": message}] * 3]
-    assert (reports[2]["rows"], reports[2]["saved"]) == ({}, True)
-    assert [row["step"] for row in read_written_rows(tmp_path)["s0"]] == [0, 3, 6, 7]
-    assert read_written_rows(tmp_path)["s1"][-1]["failure"] == message
-    report = start_trial(tmp_path).step()
-    assert (report["failed"], report["done"]) == ({"a-s1": message}, True)
-
-
-def test_a_process_runs_one_configuration_after_another(
-    tmp_path: Path, uninterrupted: tuple[Path, list[Report]]
-) -> None:
-    trial = UpdateRules(make_config(tmp_path / "other", seeds=(3,), method="REINFORCE"))
-    trial.step()
-    assert trial.reset_config(make_config(tmp_path / "mine"))
-    run_to_end(trial)
-    trial.cleanup()
-    assert read_written_rows(tmp_path / "mine") == read_written_rows(uninterrupted[0])
-
-
-def test_runs_are_locked_while_they_are_trained(
-    tmp_path: Path, start_trial: StartTrial, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start_trial(tmp_path)
-    monkeypatch.setattr(run, "LOCK_TIMEOUT_S", 0.0)
-    with pytest.raises(RunLockedError, match="still in use by another process"):
-        UpdateRules(make_config(tmp_path, seeds=(1, 2))).begin()

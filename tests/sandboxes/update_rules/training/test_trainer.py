@@ -1,4 +1,4 @@
-"""Tests of the trainer of the sandbox on a small task: order of a step, evaluations, ends and states."""
+"""Tests of the trainer of the sandbox, mostly on a small task: order of a step, evaluations, ends and states."""
 
 import math
 from typing import Any
@@ -10,9 +10,9 @@ from sandboxes.toys.ensemble import EnsembleTrainer
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.records import STEP_COLUMNS
 from sandboxes.update_rules.training.make import UPDATE_RULES, make_task_trainer
+from sandboxes.update_rules.training.make import make_trainer as make_real_trainer
 from tests.fakes.ensembles import Rows, drop_times, run_ensemble
 from tests.sandboxes.update_rules.tabular import TabularTask, train_to_next_rows
-from trainable.runs.run import TrainerState
 
 ALL_MEASURES = {"diagnostics": True, "entropy_diagnostics": True, "oracle_fit": True}
 
@@ -116,14 +116,6 @@ def test_a_delayed_update_is_of_the_batch_that_was_sampled_before() -> None:
         optimizer.step(gradient * (1 / (gradient.norm() + 1e-6)).clamp(max=1))
         assert torch.equal(get_weights(trainer, 5), get_weights(reference_trainer, 5))
         assert not torch.equal(get_weights(trainer, 5), old_weights)
-
-
-def test_members_draw_batches_of_their_own_ages() -> None:
-    rows = run_ensemble(
-        make_trainer(make_config(steps=30, replay_capacity=8, method="ReplayDG", replay_priority="uniform"))
-    )
-    ages = [tuple(rows[seed][index]["replay_age"] for seed in (0, 1, 2)) for index in range(3, 6)]
-    assert any(len(set(ages_of_row)) > 1 for ages_of_row in ages)
 
 
 def test_effective_age_counts_a_batch_as_much_as_the_loss_does() -> None:
@@ -255,23 +247,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(settings: dict[str, Any], uni
         )
 
 
-def test_members_that_were_trained_apart_can_continue_together() -> None:
-    states: list[TrainerState] = []
-    for seed in (2, 0):
-        single = make_trainer(make_config(delay=2), (seed,))
-        while single.step_index < 6:
-            single.step()
-        states.append(single.get_state(seed))
-    ensemble = make_trainer(make_config(delay=2), (0, 2))
-    ensemble.load_states(states)
-    assert ensemble.seeds == (2, 0)
-    run_ensemble(ensemble)
-    expected = make_trainer(make_config(delay=2))
-    run_ensemble(expected)
-    for seed in (0, 2):
-        torch.testing.assert_close(get_weights(ensemble, seed), get_weights(expected, seed), rtol=1e-5, atol=1e-5)
-
-
 def test_states_of_different_steps_and_equal_seeds_are_refused() -> None:
     trainer = make_trainer(make_config())
     state = trainer.get_state(0)
@@ -280,3 +255,26 @@ def test_states_of_different_steps_and_equal_seeds_are_refused() -> None:
         trainer.load_states([state, trainer.get_state(1)])
     with pytest.raises(ValueError, match="different"):
         make_trainer(make_config(), (1, 1))
+
+
+# ---------------------------------------------------------------------------- real tasks
+
+TINY = {"d_model": 16, "seq_len": 4, "lr": 1e-3}
+
+
+@pytest.mark.long
+def test_cross_entropy_learns_to_reverse() -> None:
+    settings = {**TINY, "task": "token_reversal", "method": "CE", "lr": 3e-3, "batch_size": 32, "seq_len": 3}
+    for first, last in run_ensemble(make_real_trainer(make_config(100, 100, **settings), (0, 1))).values():
+        assert first["test_error"] > 0.3
+        assert last["test_error"] < 0.02
+
+
+@pytest.mark.parametrize("task", ["token_reversal", "lm_bandit"])
+def test_a_real_task_has_every_measure(task: str) -> None:
+    config = make_config(6, 6, **TINY, **ALL_MEASURES, task=task, context_len=16)
+    row = make_real_trainer(config, (0, 1)).step().rows[1]
+    for name in ("cos_method_ce", "grad_norm", "batch_delta_entropy", "oracle_fit_delight_correlation"):
+        assert isinstance(row[name], float), name
+    assert row["importance_ratio_mean"] == pytest.approx(1, abs=1e-4)
+    assert row["clip_frac"] == 0

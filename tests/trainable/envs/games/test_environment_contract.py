@@ -107,6 +107,10 @@ def test_chance_is_at_most_the_best(environment: Environment) -> None:
         assert ((chance >= 0) & (chance <= best + 1e-12)).all()
 
 
+def test_the_recorded_range_of_the_default_levels_is_the_computed_one() -> None:
+    assert describe_success_range(EnvConfig()) == describe_success_range(EnvConfig(env_groups=7))
+
+
 def test_what_takes_long_to_compute_is_left_out_of_a_plan() -> None:
     assert "of the first 512 validation levels" in describe_success_range(EnvConfig(val_env_groups=100_000))
     assert "not known" in describe_success_range(EnvConfig(max_turn=10_000, max_actions_per_traj=10_000))

@@ -57,14 +57,8 @@ def test_texts() -> None:
     assert game.format_state(GuessState("ABA"), "full") == game.format_state(GuessState("ABA"), "compact") == "no guess"
     assert game.format_state(GuessState("ABA", "AAB"), "compact") == "AAB 12"
     assert game.format_state(GuessState("ABA", "AAB"), "full") == "AAB: 1 exact, 2 misplaced"
-    assert [game.read_action(word) for word in ("abd", " A B D ", "ABE", "AB", "ABCD", "")] == [
-        "ABD",
-        "ABD",
-        None,
-        None,
-        None,
-        None,
-    ]
+    assert [game.read_action(word) for word in ("abd", " A B D ")] == ["ABD", "ABD"]
+    assert [game.read_action(word) for word in ("ABE", "AB", "ABCD", "")] == [None] * 4
     assert "<answer>ABCD</answer>" in Mastermind(4, 6).format_instructions(8)
     assert "up to 8 guesses" in Mastermind(4, 6).format_instructions(8)
 

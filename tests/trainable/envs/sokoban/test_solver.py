@@ -1,14 +1,13 @@
 from itertools import product
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.oracles.sokoban import make_board, make_random_board, oracle_shortest_length, parse_board, parse_grid, solve
+from tests.oracles.sokoban import make_board, make_random_board, oracle_shortest_length, parse_board, solve
 from tests.strategies.examples import draw_examples
 from trainable.envs import level_sets
-from trainable.envs.sokoban.board import Action, is_solved, step
+from trainable.envs.sokoban.board import is_solved, step
 from trainable.envs.sokoban.game import Sokoban
 from trainable.envs.sokoban.solver import compute_distance_table
 
@@ -58,32 +57,3 @@ def test_solve_is_as_short_as_brute_force(seed, boxes):
     else:
         assert len(solution) == expected
         assert is_solved(replay(cells, solution)[None]).item()
-
-
-def test_solve_is_as_short_as_trying_all_sequences():
-    for level in level_sets.make_validation_levels(Sokoban(), 48):
-        shortest = len(solve(level.cells))
-        for length in range(min(shortest, 4) + 1):
-            sequences = np.array(list(product(range(1, 5), repeat=length)), dtype=np.int64).reshape(4**length, length)
-            cells = np.repeat(level.cells[None], len(sequences), axis=0)
-            for actions in sequences.T:
-                cells = step(cells, actions).cells
-            assert is_solved(cells).any() == (length == shortest)
-
-
-def test_solved_and_unsolvable_boards():
-    solved, unsolvable = parse_grid("#####\n#P√_#\n#####"), parse_grid("#####\n#XPO#\n#####")
-    assert solve(solved) == ()
-    assert solve(unsolvable) is None
-
-
-def test_a_limit_on_actions_hides_longer_solutions_only():
-    cells = parse_grid("######\n######\n#O####\n#XP###\n#__###\n######")
-    assert solve(cells, max_actions=2) is None
-    assert solve(cells, max_actions=3) == (Action.DOWN, Action.LEFT, Action.UP)
-
-
-def test_a_table_is_refused_for_two_boxes():
-    cells = make_random_board(np.random.default_rng(0), 6, 6, 2)
-    with pytest.raises(ValueError, match="2 boxes"):
-        compute_distance_table(cells)

@@ -36,12 +36,6 @@ def test_repeated_runs_are_left_out(output: Path, tmp_path: Path) -> None:
     assert lines[1:] == type_in(f"alarms {output} --first-test-seed 2").out.splitlines()[1:]
 
 
-@pytest.mark.slow
-def test_a_folder_of_one_study_is_the_same(output: Path) -> None:
-    folder = output / "results" / STUDY.run
-    assert type_in(f"alarms {folder} --first-test-seed 2").out == type_in(f"alarms {output} --first-test-seed 2").out
-
-
 @pytest.mark.long
 def test_few_seeds_have_thresholds_and_a_warning(output: Path) -> None:
     lines = type_in(f"alarms {output}").out.splitlines()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.command_line import assert_refused, get_output, type_in
+from tests.fakes.command_line import get_output, type_in
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
 STUDY = FakeStudy(levels=20, total_steps=10)
@@ -29,11 +29,6 @@ def test_the_terminal_has_arms_verdicts_and_the_page(folders: tuple[str, str], w
     assert "B against A, 1 arm in common: " in out
     assert f"Page: {work_dir / 'comparison.html'}" in out
     assert (work_dir / "comparison.html").is_file()
-
-
-def test_a_study_is_not_compared_with_itself(folders: tuple[str, str], work_dir: Path) -> None:
-    assert_refused(shlex.join(["compare", folders[0], f"{folders[0]}/"]), "are one study: type two of them")
-    assert list(work_dir.iterdir()) == []
 
 
 def test_a_page_that_cannot_be_written_is_refused(folders: tuple[str, str], work_dir: Path) -> None:

@@ -215,22 +215,6 @@ def test_an_empty_study(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "key",
-    [
-        "early_stop.empty_stop_steps",
-        "empty_stop_steps",
-        "rollout_filter_empty_stop_steps",
-        "actor_rollout_ref.rollout.rollout_filter_empty_stop_steps",
-        " early_stop.empty_stop_steps ",
-    ],
-)
-def test_every_spelling_of_a_threshold(tmp_path: Path, key: str) -> None:
-    rows = [{"step": step, "reward_std": 1.0, "groups_kept": 0} for step in range(1, 5)]
-    folder = write_replay_study(tmp_path, {"0": rows})
-    assert replay(folder, f"{key}=3", rule=EMPTY_STEPS).loc["0", "alarm_step"] == 3
-
-
-@pytest.mark.parametrize(
     ("assignments", "message"),
     [
         (["actor.lr=1"], r"`actor\.lr` is not a threshold of a stop rule: --set takes one of early_stop\.variance_"),

@@ -1,11 +1,8 @@
 """`watch`: who gets the page, that it follows the rows, and that it writes nothing."""
 
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -16,9 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from waitress import wasyncore
 
 from analysis import load
 from analysis.report.live import LivePage
@@ -36,7 +30,7 @@ PORT, TOKEN = 4321, "secret-token"
 
 def call(**environ: Any) -> tuple[str, dict[str, str], str]:
     """Call the application; return status, headers and body."""
-    request = {"HTTP_HOST": f"127.0.0.1:{PORT}", "REQUEST_METHOD": "GET", "PATH_INFO": "/", **environ}
+    request = {"REQUEST_METHOD": "GET", "PATH_INFO": "/", **environ}
     answers: list[tuple[str, list[tuple[str, str]]]] = []
     app = watch.make_app(lambda seconds: f"page, again after {seconds}", TOKEN, PORT)
     body = b"".join(app(request, lambda status, headers: answers.append((status, headers))))
@@ -64,8 +58,6 @@ def test_the_address_with_its_token_opens_the_page() -> None:
         ({"HTTP_COOKIE": f"tune_study_{PORT}=wrong"}, "403 Forbidden"),
         ({"HTTP_COOKIE": f"tune_study_{PORT + 1}={TOKEN}"}, "403 Forbidden"),
         ({"HTTP_COOKIE": "\x00;;=;"}, "403 Forbidden"),
-        ({"HTTP_HOST": "attacker.example", "QUERY_STRING": f"token={TOKEN}"}, "403 Forbidden"),
-        ({"HTTP_HOST": f"127.0.0.1:{PORT + 1}", "QUERY_STRING": f"token={TOKEN}"}, "403 Forbidden"),
         ({"REQUEST_METHOD": "POST", "QUERY_STRING": f"token={TOKEN}"}, "405 Method Not Allowed"),
         ({"REQUEST_METHOD": "DELETE"}, "405 Method Not Allowed"),
         ({"PATH_INFO": "/../study.json", "QUERY_STRING": f"token={TOKEN}"}, "404 Not Found"),
@@ -77,16 +69,6 @@ def test_whoever_has_no_token_and_whatever_else_is_asked_gets_no_page(environ: d
     assert answer[0] == status
     assert "page, again" not in answer[2]
     assert "Set-Cookie" not in answer[1]
-
-
-@given(
-    st.dictionaries(st.sampled_from(["QUERY_STRING", "HTTP_COOKIE", "HTTP_HOST", "PATH_INFO"]), st.text(max_size=30))
-)
-def test_no_request_gets_the_page_or_ends_the_server_by_chance(environ: dict[str, str]) -> None:
-    status, headers, body = call(**environ)
-    assert status[:3] in ("403", "404", "405")
-    assert "page, again" not in body
-    assert "script-src" not in headers["Content-Security-Policy"]
 
 
 @pytest.fixture
@@ -250,73 +232,3 @@ def test_a_client_reads_the_page_of_the_command(address: str) -> None:
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(address.partition("?")[0], timeout=60)
     assert address.startswith("http://127.0.0.1:")
-
-
-@pytest.mark.processes
-def test_a_long_cookie_is_refused_and_the_page_still_answers(address: str) -> None:
-    cookie = 'a="' + "\\" * 60_000 + '"'
-    for _ in range(4):
-        request = urllib.request.Request(address.partition("?")[0], headers={"Cookie": cookie})
-        with pytest.raises(urllib.error.HTTPError, match="431"):
-            urllib.request.urlopen(request, timeout=60)
-    assert "Verdict for each arm" in read_page(address)
-
-
-@pytest.mark.long
-def test_unfinished_requests_do_not_keep_the_page_from_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = {**watch.SERVER_LIMITS, "channel_timeout": 1, "cleanup_interval": 1}
-    monkeypatch.setattr(watch, "SERVER_LIMITS", limits)
-    with socket.create_server((watch.HOST, 0)) as listener, ExitStack() as clients:
-        port = listener.getsockname()[1]
-        server = watch.make_server(lambda _: "the page", TOKEN, listener)
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        # More than the limit, and more than Waitress would take without it.
-        for _ in range(110):
-            client = clients.enter_context(socket.create_connection((watch.HOST, port)))
-            client.sendall(b"GET / HTTP/1.1\r\n")
-        assert read_page(f"http://{watch.HOST}:{port}/?token={TOKEN}") == "the page"
-        # In the thread of the server, which ends when nothing is open.
-        server.trigger.pull_trigger(lambda: wasyncore.close_all(server._map))
-        thread.join(60)
-        assert not thread.is_alive()
-        server.task_dispatcher.shutdown()
-
-
-def read_in_browser(address: str, profile: Path) -> str:
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
-    command = ["chromium", *flags, f"--user-data-dir={profile}", address]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-
-
-NEEDS_BROWSER = pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium is installed")
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.browser
-@NEEDS_BROWSER
-def test_a_browser_reads_the_page_of_the_command(address: str, tmp_path: Path) -> None:
-    dom = read_in_browser(address, tmp_path / "profile")
-    assert "Verdict for each arm" in dom
-    assert "1 of 2 runs have ended" in dom
-
-
-@pytest.mark.slow
-@pytest.mark.browser
-@NEEDS_BROWSER
-def test_a_browser_follows_a_real_study(tmp_path: Path) -> None:
-    words = "run kl --preset laptop --kl-values 0,0.1 --seeds 1 --steps 12 --set env.val_env_groups=64 --output"
-    study = subprocess.Popen([sys.executable, "-m", "tune_study", *words.split(), str(tmp_path)])
-    folder = tmp_path / "results" / "kl_sweep_sokoban-tiny"
-    wait_for(lambda: any(folder.glob("runs/*/metrics.jsonl")))
-    process = start_watching(folder)
-    try:
-        address = read_address(process)
-        assert "kl (laptop): running, 0 of 2 runs have ended" in read_in_browser(address, tmp_path / "profile")
-        assert study.wait(300) == 0
-        wait_for(lambda: "not running, 2 of 2 runs have ended" in read_in_browser(address, tmp_path / "profile"))
-    finally:
-        end_well(process)
-        study.kill()
-        study.wait()

@@ -116,20 +116,18 @@ def test_where_less_is_better_the_draws_go_the_other_way(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_a_space_without_further_points_ends_the_search(tmp_path: Path) -> None:
-    plan = make_search_plan(tmp_path, ("actor.use_kl_loss=True,False", "actor.ppo_epochs=1:2"))
-    points = draw_first_points(plan).points
-    # Two values times two, of which the default is one.
-    assert len(points) == 4
-    assert rounds._draw_points(set_points(plan, points), plan.search, None, True, 4) == {}
-
-
-@pytest.mark.long
-def test_a_space_whose_other_points_exclude_each_other_ends_the_search(tmp_path: Path) -> None:
-    texts = ("filter.rollout_filter_strategy=top_p,top_k_abs", "filter.rollout_filter_value=0.5,0.75")
+@pytest.mark.parametrize(
+    ("texts", "count"),
+    [
+        # Two values times two, of which the default is one.
+        (("actor.use_kl_loss=True,False", "actor.ppo_epochs=1:2"), 4),
+        # Two points with top_p, whose values exclude top_k_abs, and the default.
+        (("filter.rollout_filter_strategy=top_p,top_k_abs", "filter.rollout_filter_value=0.5,0.75"), 3),
+    ],
+)
+def test_a_space_without_further_points_ends_the_search(tmp_path: Path, texts: tuple[str, ...], count: int) -> None:
     plan = draw_first_points(make_search_plan(tmp_path, texts))
-    assert len(plan.points) == 3  # two with top_p, and the default
-    assert plan.search is not None
+    assert len(plan.points) == count
     assert rounds._draw_points(plan, plan.search, None, True, 4) == {}
 
 

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from tests.fakes.sandbox_folders import FakeRun, FakeStudy, make_seed_runs, write_sandbox
-from tune_study.tune.conclusion import write_results
+from tune_study.tune.session import write_results
 
 ARMS = {"DG": (0.30, 0.34, 0.35), "GRPO": (0.50, 0.52, 0.51), "TPO": (0.31, 0.33, 0.36)}
 

@@ -1,4 +1,4 @@
-"""The estimated FLOPs of a step equal those of torch's counter, and MFU."""
+"""The times of the phases of a step, and their FLOPs, which equal those of torch's counter."""
 
 from typing import Any
 
@@ -11,7 +11,8 @@ from tests.fakes.scripted import make_episode, make_qwen2_shape, make_random_mod
 from tests.fakes.trainers import make_quiet_trainer
 from trainable.config.seeds import make_rng
 from trainable.ppo import trainer
-from trainable.ppo.flops import (
+from trainable.ppo.phases import (
+    PhaseTimer,
     compute_mfu,
     estimate_forward_flops,
     estimate_rollout_flops,
@@ -111,3 +112,14 @@ def test_rows_have_the_mfu_of_each_phase(monkeypatch: pytest.MonkeyPatch) -> Non
     for name in ("rollout", "values", "reference", "update_critic", "update_actor"):
         assert row[f"mfu_{name}"] * row[f"seconds_{name}"] * peak == pytest.approx(flops[name], rel=1e-9)
         assert flops[name] > 0
+
+
+def test_a_phase_that_comes_twice_adds_up_and_is_counted_when_it_fails() -> None:
+    phases = PhaseTimer(torch.device("cpu"))
+    with phases.measure("values"):
+        pass
+    first_seconds = phases.seconds["values"]
+    with pytest.raises(ZeroDivisionError), phases.measure("values"):
+        1 / 0  # noqa: B018 - raises on purpose
+    assert phases.seconds["values"] > first_seconds > 0
+    assert set(phases.seconds) == {"values"}

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from analysis import load
-from analysis.sweep import examples
+from analysis import StudyFrames, load
+from analysis.report import sweep
+from analysis.report.results import SweepResults
+from analysis.report.section import Listing
 from tests.analysis.report.test_pages import render_frames
 from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeRun, write_study
@@ -47,37 +49,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def list_examples(frames: StudyFrames) -> list[Listing]:
+    return [table for table in sweep.EXAMPLES.tables(SweepResults(frames)) if isinstance(table, Listing)]
+
+
 def test_a_solved_and_a_failed_episode_of_the_first_and_the_last_validation_are_chosen(folder: Path) -> None:
-    first, second = examples.choose_examples(load(folder))
-    assert (first.arm, first.seed, second.arm) == ("0", 0, "0.1")
-    assert [(episode["step"], episode["level"], episode["success"]) for episode in first.episodes] == [
-        (0, 7, True),
-        (0, 8, False),
-        (60, 7, True),
-        (60, 8, False),
+    first, second = list_examples(load(folder))
+    ends = "solved after step 0, failed after step 0, solved after step 60, failed after step 60"
+    assert first.fold == f"Arm 0, seed 0: {ends}"
+    assert re.findall(r"After step (\d+), level (\d+): ", first.text) == [
+        ("0", "7"),
+        ("0", "8"),
+        ("60", "7"),
+        ("60", "8"),
     ]
-    assert [episode["step"] for episode in second.episodes] == [0, 60]
-    assert first.episodes[0]["text"] == "| a board\n> <think>0</think>\n  Up, reward -0.1"
-
-
-@pytest.mark.long
-def test_the_trained_episodes_with_the_extreme_advantages_of_the_last_step_are_chosen(tmp_path: Path) -> None:
-    folder = write_study(tmp_path, RUNS[:1])
-    episodes = []
-    for step, advantages in ((5, (9.0, -9.0)), (60, (0.5, -1.0, 2.0))):
-        for rollout, advantage in enumerate(advantages):
-            episode = make_episode(step, 70, False)
-            episodes.append(episode._replace(turns=(episode.turns[0]._replace(advantage=advantage),), rollout=rollout))
-    write_episodes(folder, RUNS[0], *episodes)
-    (example,) = examples.choose_examples(load(folder))
-    assert [episode["title"] for episode in example.episodes] == [
-        "Trained in step 60, level 70, rollout 2",
-        "Trained in step 60, level 70, rollout 1",
-    ]
-    text = render_frames(load(folder))
-    assert "from the last training step the episodes with the largest and the smallest advantage" in text
-    assert "<summary>Arm KL 0, seed 0: advantage +2 in step 60, advantage -1 in step 60</summary>" in text
-    assert "Up, reward -0.1, advantage 2\n" in text or "Up, reward -0.1, advantage 2<" in text
+    assert "\n\n| a board\n> <think>0</think>\n  Up, reward -0.1\n\n" in first.text
+    assert second.fold == "Arm 0.1, seed 0: solved after step 0, solved after step 60"
 
 
 def test_long_and_hostile_texts_are_cut_and_escaped(folder: Path) -> None:
@@ -95,7 +82,7 @@ def test_long_and_hostile_texts_are_cut_and_escaped(folder: Path) -> None:
 def test_a_name_that_is_no_run_reads_nothing(folder: Path, run_id: str) -> None:
     frames = load(folder)
     trials = frames.trials.assign(run_id=run_id)
-    assert examples.choose_examples(replace(frames, trials=trials)) == []
+    assert list_examples(replace(frames, trials=trials)) == []
     with pytest.raises(ValidationError):
         RunEntry(run_id)
 
@@ -107,7 +94,7 @@ def test_the_link_of_a_run_is_not_followed(folder: Path, tmp_path: Path) -> None
     run_dir.rename(tmp_path / "elsewhere")
     run_dir.symlink_to(folder / "runs" / RUNS[0].run_id)
     with pytest.raises(UnsafePathError):
-        examples.choose_examples(frames)
+        list_examples(frames)
     with pytest.raises(UnsafePathError):
         _ = frames.episodes
 
@@ -124,7 +111,7 @@ def test_studies_of_many_arms_and_frames_without_a_folder_have_no_examples(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frames = load(folder)
-    assert examples.choose_examples(replace(frames, folders=())) == []
-    monkeypatch.setattr(examples, "MAX_ARMS", 2)
-    assert examples.choose_examples(frames) == []
+    assert list_examples(replace(frames, folders=())) == []
+    monkeypatch.setattr(sweep, "MAX_EXAMPLE_ARMS", 2)
+    assert list_examples(frames) == []
     assert 'id="examples"' not in render_frames(load(folder))

@@ -1,20 +1,23 @@
-"""Parse the words of a command; refuse words that would be ignored or misread, and say what to type instead."""
+"""The words of a command line: options that several commands share, and a parser that refuses words it would misread.
+
+Hyphens and underscores of an option are the same, since the published scripts use underscores.
+"""
 
 import functools
 import inspect
-import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from typing import Any, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, NewType, get_type_hints
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
-_LIST_METAVAR = "LIST"
+from trainable.config.games import GAMES
+
 _PLACE_METAVARS = ("DIR", "FILE", "RUN", "RUN...", "FOLDER...")
-_NUMBER_METAVARS = ("N", "S", "H", "V")
-_PROGRAM_OPTIONS = {"version": "--version", "help": "--help"}
 _SECTIONS = {
     "trials": "What to search",
     "preset": "What to run",
@@ -29,14 +32,91 @@ _SECTIONS = {
 _LONG_HELP = 20
 """Number of parameters from which on a help has sections."""
 
+
 Command = Callable[..., None]
 
 
+Setting = NewType("Setting", str)
+"""Marks an option that assigns its value to this dotted setting. As published, some assign several."""
+
+
+def option(metavar: str, help_text: str, *names: str, **constraints: Any) -> Any:
+    """Make an option with a value. Without `names` it has the name of its field, such as --save-freq of `save_freq`."""
+    return Option(*names, metavar=metavar, help=help_text, **constraints)
+
+
+def argument(metavar: str, help_text: str, **constraints: Any) -> Any:
+    """Make a positional argument."""
+    return Argument(metavar=metavar, help=help_text, **constraints)
+
+
+StudyName = Annotated[
+    str,
+    argument("STUDY", "Name of a study or a suite, see `list`; or a file with your study, lr.py."),
+]
+RunLocation = Annotated[
+    str, argument("RUN", "Folder of the study, results/<run>, or its URI in a storage, <storage>/<run>.")
+]
+Preset = Annotated[
+    str | None,
+    option("NAME", "laptop, stress or paper; default: paper if it fits the GPUs, else laptop."),
+]
+Env = Annotated[
+    str | None,
+    option("NAME", f"Game to play: {', '.join(GAMES).replace(',', ' (default),', 1)}, or yours, FILE.py:NAME."),
+]
+UpdateMicroBatch = Annotated[
+    int | None,
+    option("N", "Micro-batch size of the policy and critic updates."),
+    Setting("actor.ppo_micro_batch_size_per_gpu"),
+    Setting("critic.ppo_micro_batch_size_per_gpu"),
+]
+LogProbMicroBatch = Annotated[
+    int | None,
+    option("N", "Micro-batch size of the passes without gradients of policy and reference."),
+    Setting("rollout.log_prob_micro_batch_size_per_gpu"),
+    Setting("rollout.ref_log_prob_micro_batch_size_per_gpu"),
+]
+Gpus = Annotated[str | None, option("LIST", "GPU ids, like 0,1,2,3; default: all visible GPUs.")]
+GpusPerExp = Annotated[
+    float | None, option("N", "GPUs per run: 1, 4, or a fraction like 0.5."), Setting("trainer.n_gpus_per_node")
+]
+RayNumCpus = Annotated[
+    int | None, option("N", "CPUs that Ray may use; ignored by `probe`."), Setting("trainer.ray_num_cpus")
+]
+GpuMemoryUtilization = Annotated[
+    float | None, option("V", "Fraction of GPU memory reserved for vLLM."), Setting("rollout.gpu_memory_utilization")
+]
+Assignments = Annotated[
+    list[str] | None, option("KEY=VALUE", "Change any setting, see `settings`; repeatable.", "--set")
+]
+Code = Annotated[list[str] | None, option("FILE", "A file whose parts the study uses, like my_loss.py; repeatable.")]
+AcceptChangedFile = Annotated[
+    bool, Option("--accept-changed-file", help="Go on although the file of the study has changed since its start.")
+]
+Allow = Annotated[
+    list[str] | None,
+    option(
+        "KEY=VALUE",
+        "An address, environment variable, file or model that the folder of somebody else names and that may "
+        "be used, as the command prints it; repeatable.",
+    ),
+]
+Trial = Annotated[
+    str | None, option("NAME", "Arm (its smallest seed) or name of a run; not needed if there is only one.")
+]
+ReadArm = Annotated[str | None, option("A", "Only runs of this arm.")]
+ReadSeed = Annotated[int | None, option("S", "Only runs with this seed.")]
+Output = Annotated[Path, option("DIR", "Parent folder of results/, logs/ and model_saving/.", "--output", "-o")]
+Extend = Annotated[bool, Option("--extend", help="Add new values or seeds to an existing study, or steps to its runs.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Print the plan; start and write nothing.")]
+
+
 class StrictGroup(TyperGroup):
-    """The program. If `version` or `help` is typed as a command, it names the option to type instead."""
+    """The program, whose help has the commands under the heading of their `rich_help_panel`."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the whole summary of each command, under the heading of its `rich_help_panel`."""
+        """Write the whole summary of each command."""
         width = max(map(len, self.commands))
         groups: dict[str, list[tuple[str, str]]] = {}
         for name, command in self.commands.items():
@@ -46,18 +126,12 @@ class StrictGroup(TyperGroup):
             with formatter.section(heading):
                 formatter.write_dl(rows)
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that `args` begin with. Raises click's UsageError if there is none."""
-        if args and args[0] in _PROGRAM_OPTIONS and args[0] not in self.commands:
-            ctx.fail(f"There is no command '{args[0]}': type {ctx.command_path} {_PROGRAM_OPTIONS[args[0]]}.")
-        return super().resolve_command(ctx, args)
-
 
 class StrictCommand(TyperCommand):
     """A command that refuses words that would be misread.
 
-    It refuses an option that is typed twice, since only the last one would count; an empty path, which would mean the
-    current folder; and a number with `_`. If spaces separate the values of a list, it says what to type.
+    It refuses an option that is typed twice, since only the last one would count, and an empty path, which would mean
+    the current folder. Of further words it says that spaces may separate the values of a list.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -77,9 +151,11 @@ class StrictCommand(TyperCommand):
         ctx.allow_extra_args = takes_extra_words
         if extra_words and not takes_extra_words and not ctx.resilient_parsing:
             names = [str(parameter.metavar) for parameter in self.params if isinstance(parameter, TyperArgument)]
-            takes = f"Besides options, {self.name} takes {' and '.join(names) or 'nothing'}."
-            advice = self._suggest_list(words, extra_words) or takes
-            ctx.fail(f"Too many words: {' '.join(map(repr, extra_words))}. {advice}")
+            ctx.fail(
+                f"Too many words: {' '.join(map(repr, extra_words))}. Besides options, {self.name} takes "
+                f"{' and '.join(names) or 'nothing'}. The values of a list have commas between them and no spaces, "
+                "like --kl-values 0,0.1."
+            )
         return extra_words
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -113,27 +189,6 @@ class StrictCommand(TyperCommand):
             typed_name = parameter.opts[0] if isinstance(parameter, TyperOption) else parameter.metavar
             if parameter.metavar in _PLACE_METAVARS and "" in texts:
                 ctx.fail(f"{typed_name} is empty, as an unset variable is: type a path, or . for the current folder.")
-            if typed_name == "--seeds" and re.fullmatch(r"\d+(,\d+)+", str(value)):
-                count = str(value).count(",") + 1
-                seeds = ",".join(map(str, range(count)))
-                ctx.fail(f"--seeds {value}: type a number of seeds, like --seeds {count} for {seeds}.")
-            if parameter.metavar in _NUMBER_METAVARS and any(re.search(r"\d_\d", text or "") for text in texts):
-                ctx.fail(f"{typed_name} {value}: type numbers without `_`, like 1000.")
-
-    def _suggest_list(self, words: Sequence[str], extra_words: Sequence[str]) -> str:
-        """Suggest what to type if extra words continue a list; return an empty text if they do not."""
-        options = {hyphenate(name): parameter for parameter in self.params for name in parameter.opts}
-        names = [hyphenate(word.partition("=")[0]) for word in words]
-        for position, word in enumerate(words):
-            name, sign, first_value = word.partition("=")
-            if names[position] not in options or options[names[position]].metavar != _LIST_METAVAR:
-                continue
-            end = next((later for later in range(position + 1, len(words)) if names[later] in options), len(words))
-            following = words[position + 1 : end]
-            values = [value.strip(",") for value in (*([first_value] if sign else []), *following)]
-            if len(values) > 1 and set(values) & {extra.strip(",") for extra in extra_words}:
-                return f"The values of a list have commas between them and no spaces: type {name} {','.join(values)}"
-        return ""
 
 
 def hyphenate(word: str) -> str:

@@ -1,21 +1,14 @@
 """What a command line refuses that click alone would take in silence, and the files that stand for --set."""
 
-import json
 import re
-import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from search_spaces.catalog import STUDIES, SUITES
 from tests.fakes.command_line import Answer, assert_refused, get_output, type_in
 from trainable.config.aliases import SYNONYMS
 from trainable.config.run_config import list_field_names
-from tune_study.commands.arguments.options import complete_preset, complete_study
-from tune_study.plan.errors import PlanError
-from tune_study.plan.typed_settings import merge_assignments, read_assignments
+from tune_study.plan.typed_settings import merge_assignments
 
 DRY_RUN = "run kl --preset laptop --seeds 1 --dry-run"
 
@@ -27,11 +20,6 @@ def test_the_advice_for_several_values_can_be_typed(work_dir: Path) -> None:
     assert type_in("run my_ppo_epochs.py --preset laptop --dry-run").code == 0
 
 
-def test_a_file_may_begin_with_a_byte_order_mark(work_dir: Path) -> None:
-    (work_dir / "my.conf").write_text("actor.lr=2e-4\n", encoding="utf-8-sig")
-    assert read_assignments(work_dir / "my.conf") == ("actor.lr=2e-4",)
-
-
 def test_every_synonym_names_a_setting() -> None:
     last_parts = {name.rsplit(".", 1)[-1] for name in list_field_names()}
     assert set(SYNONYMS.values()) <= last_parts
@@ -40,22 +28,6 @@ def test_every_synonym_names_a_setting() -> None:
 def test_the_version_is_printed() -> None:
     output = get_output("--version")
     assert output == "tune_study 0.2.0\n"
-
-
-def test_the_list_as_json_has_every_study_suite_and_value() -> None:
-    entries = json.loads(type_in("list --json").out)
-    assert [entry["name"] for entry in entries["studies"]] == list(STUDIES)
-    for entry in entries["studies"]:
-        axis = STUDIES[entry["name"]].axis
-        assert entry["values"] == {preset: list(values) for preset, values in axis.grids.items()}
-        assert (entry["axis"], entry["option"]) == (axis.setting, axis.option)
-    assert {entry["name"]: tuple(entry["studies"]) for entry in entries["suites"]} == dict(SUITES)
-
-
-def test_names_are_completed() -> None:
-    assert complete_study("top") == ["top-p"]
-    assert complete_study("sandbox-ev") == ["sandbox-evidence"]
-    assert complete_preset("") == ["paper", "laptop", "stress"]
 
 
 # ---------------------------------------------------------------------- files of settings
@@ -106,18 +78,6 @@ def test_a_file_that_cannot_be_read_is_refused(work_dir: Path, kind: str) -> Non
         path.write_bytes(b"\xff\xfe=1" if kind == "no text" else b"#" * 2**21)
     messages = ("--config my.conf cannot be read (", "type a text file with a line key=value per setting")
     assert_refused(f"{DRY_RUN} --config my.conf", *messages)
-
-
-@given(st.text(max_size=60))
-def test_any_text_is_read_or_refused(text: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "my.conf")
-        path.write_bytes(text.encode("utf-8", "surrogatepass"))
-        try:
-            assignments = read_assignments(path)
-        except PlanError:
-            return
-        assert all("=" in entry and "\n" not in entry for entry in assignments)
 
 
 # ---------------------------------------------------------------------- models
