@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, cast
@@ -15,19 +16,29 @@ from pyarrow.fs import FileSystem, FileType, copy_files
 from ray import tune
 from ray.tune.result import SHOULD_CHECKPOINT
 from ray.tune.search.repeater import TRIAL_INDEX
+from ray.util import get_node_ip_address
 
 from trainable.backend.gpus import make_bundles, take_gpus
-from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.own_parts import PartFile, register_file
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_outside_settings, resolve_key
+from trainable.config.setting_types import flatten_settings
 from trainable.files.json_values import read_object, write_object
 from trainable.files.paths import check_tree
-from trainable.runs.failures import NON_FINITE, CheckpointError, Failure, RunFailedError, classify_failure
+from trainable.runs.failures import (
+    NODE_UNFIT,
+    NON_FINITE,
+    CheckpointError,
+    Failure,
+    NodeError,
+    RunFailedError,
+    classify_failure,
+)
 from trainable.runs.orphans import MARK_ENV, terminate_orphans
 from trainable.runs.records import carry_values, make_empty_row
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, copy_run_files, list_states, read_rows
-from trainable.runs.study_record import is_run_id
+from trainable.runs.study_record import STUDY_FILE, is_run_id
+from trainable.versions import check_versions
 
 if TYPE_CHECKING:
     from trainable.ppo.trainer import PPOTrainer
@@ -35,7 +46,10 @@ if TYPE_CHECKING:
 
 RUN_KEY, SEED_KEY = "run", "seed"
 """The keys of a configuration that are not settings."""
-_RUN_OPTIONS = ("study", "family", "arm", "stop_rules", "code", "runs", "interrupts", "storage", "checkpoints")
+_RUN_OPTIONS = (
+    *("study", "family", "arm", "stop_rules", "code", "runs", "interrupts", "storage", "checkpoints"),
+    *("versions", "avoided_nodes"),
+)
 POINTER_FILE, PICKLE_FILE = "runs.json", "_dict_checkpoint.pkl"
 """POINTER_FILE names the runs in a checkpoint of a study, by seed. PICKLE_FILE is what Ray would unpickle."""
 
@@ -72,6 +86,9 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         interrupts: paths of files. Once one of them exists, training stops after the current step.
         storage: URI of the folder for checkpoints of `trainer.save_freq`. Without it, they stay on the node.
         checkpoints: URIs of checkpoints of an earlier experiment, newest first, from which the run continues.
+        versions: versions of the driver, by package, for a trial on a cluster. If its node has other ones, lacks the
+            model or a package, or does not see the study's folder, the failure is one of the node.
+        avoided_nodes: Ray's ids of the nodes on which the trial is not placed.
 
     A result has the columns of the run's row. Since schedulers and searchers compare every result, columns that a step
     has not measured keep their last value (or `base_<column>` before the first, or else NaN). `carried` names these
@@ -114,7 +131,11 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         the first rank are in the first bundle.
         """
         n_gpus = getattr(cls.make_config(config).trainer, "n_gpus_per_node", 0.0)
-        return tune.PlacementGroupFactory([dict(bundle) for bundle in make_bundles(n_gpus)], strategy="STRICT_PACK")
+        bundles = [dict(bundle) for bundle in make_bundles(n_gpus)]
+        selectors: dict[str, Any] = {}
+        if avoided := config.get(RUN_KEY, {}).get("avoided_nodes"):
+            selectors["bundle_label_selector"] = [{"ray.io/node-id": f"!in({','.join(avoided)})"}] * len(bundles)
+        return tune.PlacementGroupFactory(bundles, strategy="STRICT_PACK", **selectors)
 
     def setup(self, config: dict[str, Any]) -> None:
         """Store the configuration, and mark this process and its children as belonging to the run.
@@ -125,7 +146,7 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         self._runs = self._list_runs()
         self._last_values: dict[str, Any] = {}
         self._last_rows: dict[str, dict[str, Any]] = {}  # by run_id
-        self._is_restored = self._has_failed = False
+        self._is_restored = self._has_failed = self._has_saved_for_drain = False
         os.environ[MARK_ENV] = self._runs[0]["run_dir"]
         if ray.is_initialized():  # a trial may also be constructed without Ray
             take_gpus(ray.get_gpu_ids(), os.environ)
@@ -161,6 +182,10 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         """Train to the next rows, which are on disk before they are reported. Raises RunFailedError."""
         try:
             report = self.begin().step()
+            if not self._has_saved_for_drain and self._is_node_draining():
+                self._has_saved_for_drain = True
+                self.begin().write_states()
+                report = replace(report, is_saved=True, note=f"{report.note}; the node is drained".lstrip("; "))
             self._upload_saved_checkpoints()
             if not self._has_seed_list and report.failures:
                 (words,) = report.failures.values()
@@ -170,6 +195,10 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             # Read from disk, since the error may have occurred before the runs were loaded.
             has_rows = any(read_rows(Path(run["run_dir"]) / METRICS_FILE) for run in self._runs)
             failure = classify_failure(error, has_rows)
+            if "versions" in self._options and isinstance(error, NodeError | ImportError):
+                node_id = ray.get_runtime_context().get_node_id()
+                message = f"no run is placed on the node {get_node_ip_address()} ({node_id[:6]}) again: {error}"
+                failure = failure._replace(kind=NODE_UNFIT, message=message, is_retried=True, node_id=node_id)
         if failure.is_retried:
             # Without the cause, since only text and flags can be sent to the driver. The traceback is included as text.
             raise RunFailedError(failure)
@@ -179,6 +208,8 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         """Lock the runs and continue them from their newest checkpoints. Later calls return the same loop."""
         if self.training is not None:
             return self.training
+        if "versions" in self._options:
+            self._check_node()
         # An earlier process of this trial may have died on this node, while its children still occupy a GPU.
         terminate_orphans(Path(self._runs[0]["run_dir"]))
         settings = self.make_config(self._configuration)
@@ -207,6 +238,30 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             for row in run.rows:
                 self._last_values |= row
         return self.training
+
+    def _check_node(self) -> None:
+        """Raise NodeError if this node has other packages than the driver, or does not see the study."""
+        check_versions(self._options["versions"])
+        uri = self._options.get("storage") or Path(self._runs[0]["run_dir"]).parents[1].as_uri()
+        try:
+            filesystem, path = FileSystem.from_uri(uri)
+            is_visible = filesystem.get_file_info(f"{path}/{STUDY_FILE}").type == FileType.File
+        except OSError as error:
+            raise NodeError(
+                f"it cannot read {uri} ({error}): give it the network and credentials of the driver"
+            ) from None
+        if not is_visible:
+            raise NodeError(
+                f"it does not see the study in {uri}: type --output with a folder that all nodes share, or --storage "
+                f"with a bucket or a shared folder"
+            )
+
+    def _is_node_draining(self) -> bool:
+        """Check whether the node of this trial, on a cluster, is about to be taken away."""
+        if "versions" not in self._options:
+            return False
+        # No public function of Ray tells this; Ray Train and Ray Data read it here, too.
+        return ray.get_runtime_context().get_node_id() in ray._private.state.state.get_draining_nodes()
 
     def _make_result(self, report: "StepReport") -> dict[str, Any]:
         """Make the result that Tune records. Its `training_iteration` counts steps of the runs across restarts."""

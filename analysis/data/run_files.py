@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from analysis.data.schemas import BOOL, CATEGORY, FLOAT, INT, NULLABLE_INT, TEXT, Row, get_schemas
-from trainable.config.aliases import flatten_settings
+from trainable.config.setting_types import flatten_settings
 from trainable.families import Family
 from trainable.runs.records import GRADIENT_COLUMNS
 

@@ -24,7 +24,7 @@ from analysis.sweep.verdicts import (
     format_status,
     is_missing,
 )
-from trainable.config.aliases import flatten_settings
+from trainable.config.setting_types import flatten_settings
 from trainable.runs.records import STATUSES
 from trainable.runs.study_record import OPEN_STATUSES, Search, StudyRecord
 

@@ -17,7 +17,7 @@ from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
 from analysis.stats.estimates import Estimate
 from analysis.sweep.collapse import find_run_ends
-from trainable.config.aliases import flatten_settings
+from trainable.config.setting_types import flatten_settings
 from trainable.runs.study_record import CENSORED, Dimension
 
 SUCCESS: Final = "success"

@@ -22,7 +22,7 @@ from analysis.sweep.verdicts import (
     format_status,
     join_arms,
 )
-from trainable.config.aliases import flatten_settings
+from trainable.config.setting_types import flatten_settings
 from trainable.runs.history import MASTERED_SUCCESS
 from trainable.runs.records import STATUSES
 from trainable.runs.study_record import OPEN_STATUSES, StudyRecord

@@ -18,8 +18,7 @@ from tests.fakes.scripted import SMALL_SETTINGS
 from tests.fakes.trainers import QUIET_SETTINGS
 from trainable.backend.gpus import make_bundles
 from tune_study.plan.study_plan import ResourcePlan
-from tune_study.tune.local_ray import start_local_ray
-from tune_study.tune.run import prepare_environment
+from tune_study.tune.local_ray import prepare_environment, start_local_ray
 
 pytestmark = [
     pytest.mark.engines,

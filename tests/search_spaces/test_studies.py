@@ -16,9 +16,9 @@ from search_spaces.declaration.study import Study, make_value_label
 from search_spaces.language_model import kl
 from search_spaces.language_model.family import PPO, format_rate
 from tests.fakes.run_folders import make_study_record
-from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, resolve_key
+from trainable.config.setting_types import flatten_settings
 from trainable.runs.stop_rules import RULES
 from tune_study.placement.resources import uses_compiled_code
 

@@ -1,8 +1,5 @@
 """Names of settings: dotted names, names in the published documents (RAGEN, verl) and other trainers, short labels."""
 
-from collections.abc import Mapping
-from typing import Any
-
 ALIASES: dict[str, str] = {
     "model_path": "model.path",
     "actor_rollout_ref.model.path": "model.path",
@@ -109,18 +106,6 @@ SHORT_NAMES: dict[str, str] = {
     "algorithm.zero_task_advantage": "zero task advantage",
 }
 """Short names of settings for labels. Other settings use the last part of their name."""
-
-
-def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested settings into one dict with dotted names.
-
-    >>> flatten_settings({"seed": 0, "actor": {"lr": 1e-4}})
-    {'seed': 0, 'actor.lr': 0.0001}
-    """
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= flatten_settings(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return flat
 
 
 def shorten_setting(setting: str) -> str:

@@ -9,8 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from trainable.config.aliases import flatten_settings
-from trainable.config.setting_types import MAX_FLOAT, MAX_INTEGER, MIN_FLOAT, format_value
+from trainable.config.setting_types import MAX_FLOAT, MAX_INTEGER, MIN_FLOAT, flatten_settings, format_value
 
 EXECUTION_SETTINGS = (
     "logger",

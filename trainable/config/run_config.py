@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from trainable.config.aliases import ALIASES, MISSING_FEATURES, SYNONYMS, flatten_settings
+from trainable.config.aliases import ALIASES, MISSING_FEATURES, SYNONYMS
 from trainable.config.base_config import EXECUTION_SETTINGS, BaseRunConfig, ReadCondition
 from trainable.config.choices import FILTER_METRICS, FILTER_STRATEGIES, POLICY_LOSSES
 from trainable.config.command_lines import format_command
@@ -42,6 +42,7 @@ from trainable.config.setting_types import (
     MAX_LEVELS,
     Outside,
     OutsideKind,
+    flatten_settings,
     format_value,
     parse_alarm_rule,
 )

@@ -3,7 +3,7 @@
 import ipaddress
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -269,3 +269,15 @@ def format_value(value: object, max_length: int = 80) -> str:
         return f"<{type(value).__name__} too long to show>"
     short_text = text if len(text) <= max_length else f"{text[:max_length]}..."
     return escape_controls(short_text)
+
+
+def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested settings into one dict with dotted names.
+
+    >>> flatten_settings({"seed": 0, "actor": {"lr": 1e-4}})
+    {'seed': 0, 'actor.lr': 0.0001}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= flatten_settings(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat

@@ -26,6 +26,7 @@ from trainable.models.interface import LanguageModel, PassSettings, Trunk, Value
 from trainable.models.qwen2 import Qwen2
 from trainable.models.qwen2_shape import Qwen2Shape, is_plain_qwen2
 from trainable.models.teachers import explain_missing_teacher, find_teacher_folder, is_made
+from trainable.runs.failures import MissingModelError
 
 M = TypeVar("M", bound=LanguageModel)
 DEFAULT_PASS_SETTINGS = PassSettings()
@@ -75,7 +76,7 @@ def find_model(path: str) -> Path:
     if path in TEACHERS:
         folder = find_teacher_folder(path)
         if not is_made(folder):
-            raise ValueError(explain_missing_teacher(path, folder))
+            raise MissingModelError(explain_missing_teacher(path, folder))
         return folder
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -90,7 +91,7 @@ def find_model(path: str) -> Path:
     try:
         return Path(snapshot_download(path, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError):
-        raise ValueError(
+        raise MissingModelError(
             f"{path} is neither a folder nor in the local hub cache. Fetch it with `hf download "
             f"{quote_argument(path)}`, or type --model {SHIPPED_MODEL}."
         ) from None

@@ -34,7 +34,7 @@ processes: a neighbor that grows, or a predecessor whose memory is not free yet.
 _TRANSIENT_ERRORS = (RuntimeError, OSError, EOFError, TimeoutError, InterruptedError)
 """Errors of the machine, including RuntimeError, which torch raises for device errors."""
 
-PROCESS_DIED, NON_FINITE = "process died", "non-finite"
+PROCESS_DIED, NON_FINITE, NODE_UNFIT = "process died", "non-finite", "node"
 
 
 class NonFiniteError(ArithmeticError):
@@ -45,14 +45,26 @@ class CheckpointError(RuntimeError):
     """Raised if a checkpoint cannot be used. The message names the file and its problem."""
 
 
+class NodeError(Exception):
+    """Raised if the node of a run lacks what the run needs, while another node may have it."""
+
+
+class MissingModelError(ValueError, NodeError):
+    """Raised if a model is not on this machine. The message names the command that fetches it."""
+
+
 class Failure(NamedTuple):
     """Why a run failed: the kind of failure, a sentence, whether the run is retried, and the traceback."""
 
     kind: str
-    """configuration, non-finite, out of memory, storage, process died or error. A status shows `failed (<kind>)`."""
+    """configuration, non-finite, out of memory, storage, node, process died or error.
+
+    A status shows `failed (<kind>)`."""
     message: str
     is_retried: bool
     trace: str = ""
+    node_id: str = ""
+    """Ray's id of the node that lacks what the run needs, if the kind is `node`."""
 
 
 class RunFailedError(RuntimeError):

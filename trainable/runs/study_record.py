@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, FiniteF
 from pydantic.dataclasses import dataclass
 
 from trainable.config.run_config import format_validation_error
-from trainable.config.setting_types import format_value, require
+from trainable.config.setting_types import flatten_settings, format_value, require
 from trainable.files.json_values import DamagedFileError, read_json, read_object, write_object
 from trainable.files.paths import is_printable
 from trainable.runs.records import STATUSES
@@ -74,10 +74,8 @@ def find_schema_problem(folder: object, schema: object) -> str:
 
 def _check_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Return `settings`. Raise ValueError unless each can be a value in a table."""
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            _check_settings(value)
-        elif not isinstance(value, int | float | str | list | None) or (type(value) is int and abs(value) >= 2**63):
+    for name, value in flatten_settings(settings).items():
+        if not isinstance(value, int | float | str | list | None) or (type(value) is int and abs(value) >= 2**63):
             raise ValueError(f"the setting {name} is no number, text or list")
     return settings
 
@@ -101,8 +99,7 @@ _ALL_STATUSES = (*STATUSES, *OPEN_STATUSES)
 
 def find_total_steps(settings: Mapping[str, Any]) -> int | None:
     """Find the planned number of training steps in nested settings. None if they do not contain a valid number."""
-    trainer = settings.get("trainer")
-    steps = trainer.get("total_training_steps") if isinstance(trainer, Mapping) else None
+    steps = flatten_settings(settings).get("trainer.total_training_steps")
     return steps if type(steps) is int and 0 < steps < 2**31 else None
 
 

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from search_spaces.catalog import FAMILIES
-from trainable.config.aliases import flatten_settings
 from trainable.config.command_lines import format_command
+from trainable.config.setting_types import flatten_settings
 from trainable.files.paths import check_path, check_tree
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, find_best_step, read_rows
 from trainable.runs.study_record import ENDED_STATUSES, StatusRecord, find_record

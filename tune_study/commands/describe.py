@@ -13,13 +13,12 @@ from rich.filesize import decimal
 
 from search_spaces.catalog import FAMILIES
 from search_spaces.declaration.study import Study
-from trainable.config.aliases import flatten_settings
 from trainable.config.command_lines import format_command
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.own_parts import PART_FORM, Choice, parse_part_name
 from trainable.config.run_config import iter_fields
 from trainable.config.sections import ModelConfig
-from trainable.config.setting_types import format_value, is_common
+from trainable.config.setting_types import flatten_settings, format_value, is_common
 from trainable.files.json_values import DamageWarning, parse_finite
 from trainable.files.step_phase import read_phase
 from trainable.runs.history import RunHistory, describe_missing_signal, format_signal_problems

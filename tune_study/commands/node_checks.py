@@ -1,18 +1,16 @@
 """Check every node of a cluster before a study starts, by a small Ray task on each node."""
 
-import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 from rich.filesize import decimal
 
-import trainable
 from trainable.config.run_config import RunConfig
-from tune_study.folder.outputs import read_versions
+from trainable.runs.failures import NodeError
+from trainable.versions import check_versions, read_driver_versions
 from tune_study.folder.storage import StoredFolder, format_error
 from tune_study.host.machine_checks import measure_available_memory, measure_scratch_space, query_gpu_memory
 from tune_study.placement.disk import check_scratch
@@ -26,53 +24,38 @@ from tune_study.tune.cluster import Node, count_fitting_runs
 
 _TIMEOUT_S = 180.0
 """Seconds to wait for a node's answer: a worker has to start there and import our packages first."""
-_PACKAGES = ("tune_study", "trainable", "search_spaces", "sandboxes", "analysis")
-"""The packages whose sources `compute_code_hash` reads."""
-_DRIVER_PACKAGES = ("python", "ray", "tune_study", "code")
-"""Packages whose versions must be equal on the driver and on the nodes.
-
-Pickled objects need the same Python and Ray. Torch may differ on the driver, which computes nothing.
-"""
 
 
 class NodeReport(NamedTuple):
     """What a node has, in bytes that are free for runs; on the disk, where runs with a storage write."""
 
-    versions: dict[str, str]
-    """Of packages, and `code`, a hash of our sources."""
-    problems: tuple[Problem, ...]
-    """Why it cannot read and write where runs write, or load the models or engines."""
+    problem: Problem | None
+    """What the node lacks, if no run can be placed there."""
     disk_bytes: int
     memory_bytes: int
     gpu_memory_mib: tuple[int, ...]
     """Memory of each GPU, as nvidia-smi reports it."""
 
 
-def compute_code_hash() -> str:
-    """Compute twelve hex digits that identify our sources, from the relative path and content of every module.
-
-    A commit has the same digits on every machine, whether it was installed or checked out.
-    """
-    digest = hashlib.sha256()
-    root = Path(trainable.__file__).parent.parent
-    for package in _PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
-            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def read_all_versions() -> dict[str, str]:
-    """Read the versions that machines are compared by: of packages, and the hash of our sources."""
-    return {**read_versions(), "code": compute_code_hash()}
-
-
-def inspect_node(marker: str, configs: Sequence[Mapping[str, Any]]) -> NodeReport:
+def inspect_node(marker: str, configs: Sequence[Mapping[str, Any]], versions: Mapping[str, str]) -> NodeReport:
     """Report what the machine of this process has. Runs on a node, as a Ray task.
 
     marker: URI of a file that the driver has written. configs: the settings of each arm with a language model.
+    versions: the driver's, as `check_versions` takes them.
     """
-    # Problems are reported instead of raised: the driver first compares versions, whose difference may be the cause.
-    problems = []
+    return NodeReport(
+        _find_problem(marker, configs, versions),
+        measure_scratch_space(),
+        measure_available_memory(),
+        tuple(entry.total_mib for entry in query_gpu_memory() if entry.total_mib is not None),
+    )
+
+
+def _find_problem(marker: str, configs: Sequence[Mapping[str, Any]], versions: Mapping[str, str]) -> Problem | None:
+    try:
+        check_versions(versions)  # first, since another version may be the cause of all else
+    except NodeError as error:
+        return Problem("refusal", str(error))
     uri, name = split_uri(marker)
     try:
         folder = StoredFolder(uri)
@@ -84,8 +67,7 @@ def inspect_node(marker: str, configs: Sequence[Mapping[str, Any]]) -> NodeRepor
             "type --output with a folder that all nodes share, or --storage with a bucket or a shared folder, for "
             "which this node has the network and, where `ray start` is typed, the credentials"
         )
-        text = f"{uri}, where every run writes, cannot be read and written ({format_error(error)})"
-        problems.append(Problem("refusal", text, remedy))
+        return Problem("refusal", f"it cannot use {uri}, where every run writes ({format_error(error)})", remedy)
     try:
         for settings in configs:
             config = RunConfig.model_validate(settings)
@@ -93,14 +75,8 @@ def inspect_node(marker: str, configs: Sequence[Mapping[str, Any]]) -> NodeRepor
                 check_model(model, os.environ, config.model.chat_format)
             check_engines(config, os.environ)
     except PlanError as error:
-        problems.append(error.problem)
-    return NodeReport(
-        read_all_versions(),
-        tuple(problems),
-        measure_scratch_space(),
-        measure_available_memory(),
-        tuple(entry.total_mib for entry in query_gpu_memory() if entry.total_mib is not None),
-    )
+        return error.problem
+    return None
 
 
 @contextmanager
@@ -117,12 +93,13 @@ def _put_marker(plan: StudyPlan) -> Iterator[str]:
             folder.remove(name)
 
 
-def check_nodes(plan: StudyPlan, nodes: Sequence[Node]) -> dict[Node, NodeReport]:
-    """Return reports of the nodes where runs may be placed. Raises PlanError, naming the node, if a run would fail."""
+def inspect_nodes(plan: StudyPlan, nodes: Sequence[Node]) -> dict[Node, NodeReport]:
+    """Return a report of each node. Raises PlanError if the driver cannot write where runs write."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     configs = [config.model_dump(mode="json") for config in plan.ppo_configs]
+    versions = read_driver_versions()
     references, reports = {}, {}
     with _put_marker(plan) as marker:
         # All tasks are started before the first answer is awaited. They reserve no CPU, so busy nodes answer, too.
@@ -130,7 +107,7 @@ def check_nodes(plan: StudyPlan, nodes: Sequence[Node]) -> dict[Node, NodeReport
             # soft=False: otherwise Ray might run the task on another node, and its answer would count for `node`.
             strategy = NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
             options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": strategy}
-            references[node] = ray.remote(inspect_node).options(**options).remote(marker, configs)
+            references[node] = ray.remote(inspect_node).options(**options).remote(marker, configs, versions)
         for node, reference in references.items():
             try:
                 reports[node] = ray.get(reference, timeout=_TIMEOUT_S)
@@ -138,32 +115,8 @@ def check_nodes(plan: StudyPlan, nodes: Sequence[Node]) -> dict[Node, NodeReport
                 # The last line is the exception, after the traceback of the task.
                 reason = str(error).strip().splitlines()[-1].strip(" .")
                 remedy = "install the same tune_study there as here, as in docs/cluster.md"
-                raise PlanError(f"The node {node.name} cannot run a study ({reason})", remedy) from None
-    # Versions first: differing sources or packages are the likely cause of a node's other problems.
-    check_versions(read_all_versions(), {node.name: report.versions for node, report in reports.items()})
-    for node, report in reports.items():
-        for problem in report.problems:
-            raise PlanError(f"On the node {node.name}: {problem}")
+                reports[node] = NodeReport(Problem("refusal", reason, remedy), 0, 0, ())
     return reports
-
-
-def check_versions(driver_versions: Mapping[str, str], node_versions: Mapping[str, Mapping[str, str]]) -> None:
-    """Raise PlanError if nodes differ in a package, or differ from the driver in a package of _DRIVER_PACKAGES.
-
-    driver_versions: versions by package. node_versions: the same by the node's name.
-    """
-    packages = sorted({package for versions in node_versions.values() for package in versions})
-    expected = {package: ("this machine", driver_versions.get(package, "not")) for package in _DRIVER_PACKAGES}
-    for node, versions in node_versions.items():
-        for package in packages:
-            version = versions.get(package, "not")
-            name, expected_version = expected.setdefault(package, (node, version))
-            if version != expected_version:
-                raise PlanError(
-                    f"The node {node} has {package} {version} and {name} {expected_version}, so that results would "
-                    "depend on the node of a run",
-                    "install the same versions on all nodes, as in docs/cluster.md",
-                )
 
 
 def check_capacity(

@@ -11,9 +11,8 @@ from typing import NamedTuple, cast
 from rich.console import Console
 
 from search_spaces.declaration.presets import PRESETS
-from trainable.config.aliases import flatten_settings
 from trainable.config.constants import TEACHERS
-from trainable.config.setting_types import format_value
+from trainable.config.setting_types import flatten_settings, format_value
 from trainable.runs.study_record import WandbMode, WandbTarget, check_wandb_project
 from tune_study.commands.describe import PreparedStudy, describe_signal, print_plan
 from tune_study.commands.requests import ChosenPreset, LaunchRequest, StudyRequest, list_assigned_settings
@@ -81,9 +80,10 @@ def start_studies(
 
     def run_study(study: PreparedStudy, suite: SuiteContext | None = None) -> int:
         """Run a prepared study and return its exit code (see `execute_study`)."""
-        plan = study.plan
+        plan, resource_plan = study.plan, study.resource_plan
         preset_line, remarks = f"Preset {plan.preset}: {plan.preset_reason}", map(str, find_remarks(plan))
-        for line in (preset_line, study.space_line, *remarks, *describe_signal(plan)):
+        notes = resource_plan.notes if resource_plan.cluster_address else ()
+        for line in (preset_line, study.space_line, *notes, *remarks, *describe_signal(plan)):
             print_line(console, line)
         return execute_study(plan, study.resource_plan, console, options.skipped_statuses, time_limit, suite)
 
@@ -263,7 +263,9 @@ def _estimate_requirements(
     """Plan what a study gets and needs. gpu_capacity: of the nodes of a cluster, if it is known."""
     plan, options, visible_gpus, nodes = launch
     if nodes is not None and options.address is not None:
-        resource_plan = cluster.allocate_cluster(plan, options.address, nodes, options.gpus, options.max_concurrent)
+        resource_plan = cluster.allocate_cluster(
+            plan, options.address, nodes, options.gpus, options.max_concurrent, options.wait_for_nodes
+        )
     else:
         resource_plan = resources.preflight(
             plan, options.gpus, visible_gpus, count_cpus(), options.max_concurrent, is_real=not dry_run
@@ -325,20 +327,33 @@ def _check_files(plan: StudyPlan) -> None:
 
 
 def _check_cluster(launch: Launch, nodes: tuple[Node, ...]) -> PreparedStudy:
-    """Raise PlanError if a node where a run may be placed lacks something; plan for the smallest GPU of the nodes."""
+    """Plan for the nodes that have what a study needs, and the smallest GPU of these.
+
+    Raises PlanError if no node does, or if one has too little memory or disk space.
+    """
     from tune_study.commands import node_checks
 
     plan, n_gpus = launch.plan, launch.plan.base_config.trainer.n_gpus_per_node
-    reports = node_checks.check_nodes(plan, cluster.find_usable_nodes(nodes, n_gpus))
+    reports = node_checks.inspect_nodes(plan, cluster.find_usable_nodes(nodes, n_gpus))
+    problems = {node: report.problem for node, report in reports.items() if report.problem is not None}
+    if problems and len(problems) == len(reports) and not launch.options.wait_for_nodes:
+        node, problem = next(iter(problems.items()))
+        raise PlanError(f"The node {node.name} cannot run a study: {problem}")
+    reports = {node: report for node, report in reports.items() if node not in problems}
     # --gpu-memory-gib takes precedence over the memory that the nodes report.
     gpu_capacity = None if launch.options.gpu_memory_gib else node_checks.find_smallest_gpu(reports)
-    study = _estimate_requirements(launch, gpu_capacity=gpu_capacity)
+    fit_nodes = tuple(node for node in nodes if node not in problems)
+    study = _estimate_requirements(launch._replace(nodes=fit_nodes), gpu_capacity=gpu_capacity)
     if study.memory is not None:
         memory_plan.check_fits(study.memory, plan.study)
     scratch_bytes = 0 if plan.storage is None else study.disk_budget.scratch_bytes * plan.max_runs_per_trial
     host_bytes = 0 if study.memory is None else study.memory.host_bytes
     node_checks.check_capacity(reports, n_gpus, study.resource_plan.runs_per_node, scratch_bytes, host_bytes)
-    return study
+    notes = (f"No run is placed on the node {node.name}: {problem}" for node, problem in problems.items())
+    resource_plan = study.resource_plan._replace(
+        notes=(*study.resource_plan.notes, *notes), avoided_nodes=tuple(node.id for node in problems)
+    )
+    return study._replace(resource_plan=resource_plan)
 
 
 def run_suite(

@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console, Group
 from rich.table import Table
 
-from trainable.config.aliases import flatten_settings
 from trainable.config.command_lines import format_command
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
+from trainable.config.setting_types import flatten_settings
 from trainable.diagnostics.gradient_analysis import DIAGNOSTICS, analyze_gradients
 from trainable.files.json_lines import read_lines, write_lines
 from trainable.files.paths import atomic_write, check_path

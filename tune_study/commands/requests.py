@@ -14,11 +14,10 @@ from typer import Option
 
 from search_spaces.catalog import STUDIES, SUITES
 from search_spaces.declaration.study import Study
-from trainable.config.aliases import flatten_settings
 from trainable.config.command_lines import format_command
 from trainable.config.own_parts import PART_FORM, parse_part_name
 from trainable.config.run_config import ConfigError, list_field_names
-from trainable.config.setting_types import format_value
+from trainable.config.setting_types import flatten_settings, format_value
 from trainable.runs.study_record import MAX_RUNS, STUDY_FILE
 from tune_study.commands import arguments as opt
 from tune_study.commands.arguments import Setting, option
@@ -189,6 +188,9 @@ class LaunchRequest:
     address: Annotated[
         str | None, option("A", "Ray cluster to run on (host:port, or auto); default: this machine.")
     ] = None
+    wait_for_nodes: Annotated[
+        bool, Option("--wait-for-nodes", help="With --address: start although no node can hold a run yet.")
+    ] = False
     max_hours: Annotated[
         float | None, option("H", "Stop after H hours, like Ctrl-C: steps are saved.", min=0.001, max=10_000)
     ] = None

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from importlib import metadata
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -34,6 +33,7 @@ from trainable.runs.study_record import (
     find_record,
     write_record,
 )
+from trainable.versions import read_versions
 from tune_study.folder.origin import remember_origin
 from tune_study.folder.statuses import make_timestamp, read_statuses
 from tune_study.folder.study_file import is_running
@@ -42,21 +42,6 @@ from tune_study.plan.study_plan import RunSpec, StudyPlan, make_base_config
 
 _LOCK_PATIENCE_S = 1.0
 """Seconds to wait for the lock, since `status` takes it for a moment and a start must not fail because of that."""
-
-# Packages whose version may change the numbers in rows; study.json stores their versions.
-_PACKAGES = (
-    "tune_study",
-    "torch",
-    "ray",
-    "transformers",
-    "numpy",
-    "numba",
-    "llvmlite",
-    "pandas",
-    "pydantic",
-    "safetensors",
-    "tokenizers",
-)
 
 
 def make_run_entry(spec: RunSpec) -> RunEntry:
@@ -238,17 +223,6 @@ def find_changed_code(previous_start: Start, current_start: Start) -> list[str]:
         for start in (previous_start, current_start)
     )
     return [f"{name}: {old.get(name)} -> {new.get(name)}" for name in new | old if old.get(name) != new.get(name)]
-
-
-def read_versions() -> dict[str, str]:
-    """Read the versions of Python and of the installed packages that results depend on."""
-    package_versions = {"python": sys.version.split()[0]}
-    for package in _PACKAGES:
-        try:
-            package_versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return package_versions
 
 
 def read_git_state(folder: Path) -> Git | None:

@@ -14,11 +14,10 @@ from pydantic import ValidationError
 
 from search_spaces.catalog import FAMILIES, STUDIES
 from search_spaces.declaration.study import Study
-from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.command_lines import format_command
 from trainable.config.run_config import ConfigError, apply_overrides, format_validation_error
-from trainable.config.setting_types import format_value
+from trainable.config.setting_types import flatten_settings, format_value
 from trainable.files.json_values import DamagedFileError
 from trainable.files.paths import UnsafePathError, lock_file, open_regular
 from trainable.runs.stop_rules import RULES

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pkgutil import resolve_name
 
 from search_spaces.catalog import STUDIES
-from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
+from trainable.config.setting_types import flatten_settings
 from trainable.families import Remark
 from tune_study.plan.errors import Problem
 from tune_study.plan.study_plan import StudyPlan, make_base_config

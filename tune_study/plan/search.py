@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from search_spaces.declaration.study import Axis, Study
-from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import resolve_key
-from trainable.config.setting_types import format_value
+from trainable.config.setting_types import flatten_settings, format_value
 from trainable.families import Family, Settings
 from trainable.runs.study_record import Dimension, Search
 from tune_study.plan.errors import PlanError

@@ -1,6 +1,5 @@
 """Plan a study: its runs with their names, settings and paths. Pure functions, without Ray."""
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,11 +8,10 @@ from typing import Any, NamedTuple, get_args
 
 from search_spaces.declaration.study import Study, make_value_label
 from search_spaces.language_model.family import as_run_config
-from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.own_parts import PartFile, list_part_files, pin_parts
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names
-from trainable.config.setting_types import format_value
+from trainable.config.setting_types import flatten_settings, format_value
 from trainable.families import Settings
 from trainable.runs.study_record import MAX_RUNS, MAX_SEEDS, ConfirmedStudy, Search, WandbMode, WandbTarget, is_run_id
 from tune_study.plan.errors import PlanError
@@ -237,6 +235,12 @@ class ResourcePlan(NamedTuple):
     """Address of the Ray cluster; empty for this machine, where the study starts Ray itself."""
     runs_per_node: int = 0
     """Maximum number of concurrent runs per node of the cluster; 0 without a cluster."""
+    is_elastic: bool = False
+    """Whether Ray places as many trials as the cluster has room for, also on nodes that join later."""
+    waits_for_nodes: bool = False
+    """Whether the study starts, and goes on, without a node that can hold a run."""
+    avoided_nodes: tuple[str, ...] = ()
+    """Ray's ids of the nodes of the cluster on which no run is placed."""
     placement_settings: Mapping[str, object] = MappingProxyType({})
     """Settings of the trials that follow from the GPUs' memory and change no result."""
 
@@ -471,7 +475,13 @@ def _check_names(plan: StudyPlan) -> None:
             )
     for spec in plan.runs:
         for path in (plan.get_run_dir(spec.run_id), plan.output / spec.log_path, plan.output / spec.checkpoint_dir):
-            if max(map(len, map(os.fsencode, path.parts))) > MAX_NAME_BYTES or len(os.fsencode(path)) > MAX_PATH_BYTES:
+            try:
+                name_bytes, path_bytes = [len(name.encode()) for name in path.parts], len(str(path).encode())
+            except UnicodeEncodeError:
+                raise PlanError(
+                    f"The path {format_value(plan.folder)} is not in UTF-8: type another --output, or move the study."
+                ) from None
+            if max(name_bytes) > MAX_NAME_BYTES or path_bytes > MAX_PATH_BYTES:
                 raise PlanError(
                     f"The name {format_value(path.name)} or the path to it is longer than file systems allow: type "
                     f"shorter values, a shorter --model or --output, or move the study to a shorter path."

@@ -12,13 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import tune
 from ray.tune.experiment import Trial
 from ray.tune.progress_reporter import TrialProgressCallback
 from ray.tune.schedulers import FIFOScheduler
 
 from trainable.files.paths import open_regular
-from trainable.runs.failures import NON_FINITE, PROCESS_DIED, Failure, RunFailedError
+from trainable.runs.failures import NODE_UNFIT, NON_FINITE, PROCESS_DIED, Failure, RunFailedError
 from trainable.runs.history import find_signal_problem, make_final_status
 from trainable.runs.orphans import terminate_orphans
 from trainable.runs.run_files import METRICS_FILE, read_rows
@@ -27,6 +28,7 @@ from tune_study.folder.statuses import StudyStatuses, make_timestamp, write_summ
 from tune_study.host.interrupt import Interrupt
 from tune_study.plan.storage_uri import split_uri
 from tune_study.plan.study_plan import RunSpec
+from tune_study.tune.cluster import find_usable_nodes, parse_nodes
 from tune_study.tune.progress import format_step
 from tune_study.tune.search.halving import Rungs
 from tune_study.tune.session import StudySession
@@ -85,6 +87,8 @@ class Recorder(StatelessCallback):
         self._storage_failures: dict[str, float] = {}  # by trial: when a copy of its checkpoint first failed
         self.given_up_trials: set[str] = set()
         """Ids of trials that failed too often, which `FirstComeFirstServed` does not start again."""
+        self.avoided_nodes = set(session.resource_plan.avoided_nodes)
+        """Ray's ids of the nodes where no further run is placed, to which `FirstComeFirstServed` adds."""
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Update the phases of long steps. Tune calls this several times per second."""
@@ -164,9 +168,10 @@ class Recorder(StatelessCallback):
         """
         self._fetch_rows()
         trial_failure, is_preempted = read_failure(trial)
-        is_counted = not (is_preempted or self._may_wait_for_storage(trial, trial_failure))
+        is_unfit = trial_failure.kind == NODE_UNFIT
+        is_counted = not (is_preempted or is_unfit or self._may_wait_for_storage(trial, trial_failure))
         failure_count = self._count_failure(trial) if is_counted else 0
-        is_retried = failure_count < MAX_ATTEMPTS
+        is_retried = self._has_other_nodes() if is_unfit else failure_count < MAX_ATTEMPTS
         for status in self._list_open_statuses(trial):
             # A dead process may leave children, such as vLLM's engine, that hold the GPU that the retry needs. On a
             # cluster they are on another node, where the run terminates them when it starts there again.
@@ -185,6 +190,11 @@ class Recorder(StatelessCallback):
             f" ({failure_count} consecutive failures without a step between them)" if failure_count > 1 else ""
         )
         self._fail_runs(trial, trial_failure._replace(message=trial_failure.message + repeat_note))
+
+    def _has_other_nodes(self) -> bool:
+        """Check whether a node that is not avoided can hold a run, or whether the study waits for one."""
+        usable_nodes = find_usable_nodes(parse_nodes(ray.nodes()), self._plan.base_config.trainer.n_gpus_per_node)
+        return self._resource_plan.waits_for_nodes or any(node.id not in self.avoided_nodes for node in usable_nodes)
 
     def _may_wait_for_storage(self, trial: Any, failure: Failure) -> bool:
         """Check whether to retry a failed copy of a checkpoint: for trainer.disk_patience seconds after the first.
@@ -353,18 +363,38 @@ class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyp
     These are `given_up_trials`, which have failed too often, trials of a study or arm that is asked to stop, and those
     of arms that the rungs of successive halving have censored. No scheduler that favors an arm is used, since arms are
     compared after the same number of steps.
+
+    avoided_nodes: Ray's ids of nodes on which no trial that starts again is placed. A node is added when a run fails
+    because of it.
     """
 
-    def __init__(self, given_up_trials: Container[str], interrupt: Interrupt, rungs: Rungs | None = None) -> None:
+    def __init__(
+        self,
+        given_up_trials: Container[str],
+        interrupt: Interrupt,
+        rungs: Rungs | None = None,
+        avoided_nodes: set[str] | None = None,
+    ) -> None:
         super().__init__()
         self._given_up_trials, self._interrupt, self._rungs = given_up_trials, interrupt, rungs
+        self._avoided_nodes: set[str] = set() if avoided_nodes is None else avoided_nodes
+
+    def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
+        """Avoid the node of a run that failed because of it. Tune calls this before the trial waits again."""
+        super().on_trial_error(tune_controller, trial)
+        if node_id := read_failure(trial)[0].node_id:
+            self._avoided_nodes.add(node_id)
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-        """Number the checkpoints of a trial after those that an earlier start left in its folder.
+        """Prepare a trial to start, or to start again: choose the nodes, and number its checkpoints.
 
-        Tune begins at 0, and would write into them.
+        The numbers begin after those that an earlier start left in its folder. Tune begins at 0, and would write into
+        them.
         """
         super().on_trial_add(tune_controller, trial)
+        if self._avoided_nodes:
+            trial.config["run"]["avoided_nodes"] = sorted(self._avoided_nodes)
+            trial.update_resources(trial.get_trainable_cls().default_resource_request(trial.config))
         uris = trial.config["run"].get("checkpoints", ())
         numbers = [int(split_uri(uri)[1].removeprefix("checkpoint_")) for uri in uris]
         trial.storage.current_checkpoint_index = max(numbers, default=-1)

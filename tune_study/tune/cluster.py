@@ -13,6 +13,7 @@ from tune_study.host.gpus import Gpu
 from tune_study.placement import resources
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan
+from tune_study.tune.local_ray import prepare_environment
 
 _CONNECT_TIMEOUT_S = 10.0
 """Seconds to wait for a connection to --address."""
@@ -37,8 +38,6 @@ def join_cluster(address: str) -> Iterator[tuple[Node, ...]]:
     address: host:port or auto, as for `ray.init`. Raises PlanError if the cluster cannot be joined.
     """
     _check_address(address)
-    from tune_study.tune.run import prepare_environment
-
     prepare_environment(gpus=(), joins_cluster=True)
     import ray  # reads the environment prepared above
 
@@ -47,8 +46,9 @@ def join_cluster(address: str) -> Iterator[tuple[Node, ...]]:
     except (OSError, RuntimeError, ValueError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise PlanError(
-            f"--address {format_value(address)}: the Ray cluster cannot be joined: {reason} Type the address that "
-            f"`ray start` or `ray up` printed, or --address auto on a machine of the cluster."
+            f"--address {format_value(address)}: the Ray cluster cannot be joined: {reason} Type --address auto on a "
+            f"machine of the cluster, since a driver needs a node of Ray on its own machine, or submit the command "
+            f"there with `ray job submit`."
         ) from None
     try:
         yield parse_nodes(ray.nodes())
@@ -108,11 +108,17 @@ def find_usable_nodes(nodes: Sequence[Node], n_gpus: float) -> tuple[Node, ...]:
 
 
 def allocate_cluster(
-    plan: StudyPlan, address: str, nodes: Sequence[Node], gpus_option: str | None, max_concurrent: int | None
+    plan: StudyPlan,
+    address: str,
+    nodes: Sequence[Node],
+    gpus_option: str | None,
+    max_concurrent: int | None,
+    waits_for_nodes: bool = False,
 ) -> ResourcePlan:
-    """Allocate the resources that the study gets from the cluster.
+    """Allocate the resources that the study gets from the cluster, of which it has the nodes that are there now.
 
-    Raises PlanError if --gpus or --max-concurrent contradicts the cluster, or if no node can hold a run.
+    waits_for_nodes: start without a node that can hold a run. Raises PlanError if --gpus or --max-concurrent
+    contradicts the cluster, or if there is no such node and the study does not wait for one.
     """
     n_gpus = plan.base_config.trainer.n_gpus_per_node
     bundles = make_bundles(n_gpus)
@@ -125,15 +131,22 @@ def allocate_cluster(
     resources.check_max_concurrent(max_concurrent)
     node_texts = [f"{node.name} has {node.cpus:g} CPU and {node.gpus:g} GPU" for node in nodes]
     node_summary = "; ".join(node_texts) or "it has no nodes"
+    notes = [f"Ray cluster {address}: {node_summary}"]
     # Resources that other users hold now count as well, since Ray starts a run when they are free.
     run_counts = {node: count_fitting_runs(node, n_gpus) for node in find_usable_nodes(nodes, n_gpus)}
     if not run_counts:
-        raise PlanError(
+        obstacle = (
             f"A run reserves {len(bundles)} CPU and {n_gpus:g} GPU on one node, because nothing places its ranks on "
-            f"several, but no node of the cluster at {address} has that many ({node_summary}): type a smaller "
-            f"--gpus-per-exp, or add larger nodes."
+            f"several, but no node of the cluster at {address} has that many ({node_summary})"
         )
-    capacity = sum(run_counts.values())
+        if not waits_for_nodes:
+            raise PlanError(
+                f"{obstacle}: type a smaller --gpus-per-exp, add larger nodes, or type --wait-for-nodes if they join "
+                f"later."
+            )
+        notes.append(f"{obstacle}. The study waits for one.")
+    # Without a node, one run per node is planned, and all runs at once.
+    capacity = sum(run_counts.values()) or len(plan.trials)
     max_runs = min(max_concurrent or capacity, len(plan.trials))
     # The plan shows the slots of a node; Ray assigns the actual GPUs when a run starts.
     slots = [f"{node.name}:{number}" for node, count in run_counts.items() for number in range(count)] if n_gpus else []
@@ -145,7 +158,9 @@ def allocate_cluster(
         gpu_slots=tuple(slots),
         max_concurrent=min(capacity, max_runs),
         gpu_label=resources.format_gpu_label(n_gpus, gpus),
-        notes=(f"Ray cluster {address}: {node_summary}",),
+        notes=tuple(notes),
         cluster_address=address,
-        runs_per_node=min(max(run_counts.values()), max_runs),
+        runs_per_node=min(max(run_counts.values(), default=1), max_runs),
+        is_elastic=max_concurrent is None,
+        waits_for_nodes=waits_for_nodes,
     )

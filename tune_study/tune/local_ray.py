@@ -35,6 +35,43 @@ Ray reads the token only once and would refuse a different one at a later start,
 """
 
 
+_RAY_ENVIRONMENT = {
+    # Send no usage data to Ray's developers.
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Tune prints nothing, since `Progress` shows the runs, and the Recorder writes tracebacks to each run's log.
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
+    # At 0, Tune does not warn about frequent saves of its experiment state, which no study is resumed from.
+    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+    # A trial that hangs as it ends is killed after a minute; by default, Tune would keep its GPU for ten.
+    "TUNE_FORCE_TRIAL_CLEANUP_S": "60",
+    # `Interrupt` handles Ctrl-C; Tune's own handler would end the experiment without waiting for the current steps.
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    # In Ray 2.60 each trial starts its own worker, so workers that Ray starts in advance only take CPU time.
+    "RAY_prestart_worker_first_driver": "0",
+}
+"""Set before Ray is imported, unless the user has set them."""
+
+_LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""At 0, Ray listens only on the loopback address. Ray has this switch for systems without cluster support."""
+
+
+def prepare_environment(gpus: tuple[str, ...], joins_cluster: bool = False) -> None:
+    """Set the environment variables that Ray reads when it is imported and started.
+
+    gpus: ids of the GPUs that Ray may use; empty if it starts without a GPU or runs elsewhere. joins_cluster: whether
+    Ray connects to other nodes, and must not be limited to the loopback address.
+    """
+    for name, value in _RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # Set even if the user has set it, unlike the others: Ray must not be reachable from other machines.
+    if not joins_cluster:
+        os.environ[_LOOPBACK_ENV] = "0"
+    if gpus:
+        # Ray assigns the GPUs that this variable lists.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+
+
 class LocalRay:
     """A context manager that keeps Ray running from one study to the next while they need the same CPUs and GPUs.
 

@@ -14,6 +14,7 @@ from trainable.config.command_lines import format_command
 from trainable.runs.orphans import terminate_orphans
 from trainable.runs.run_files import MAX_ROLLING_CHECKPOINTS
 from trainable.runs.study_record import ENDED_STATUSES
+from trainable.versions import read_driver_versions
 from tune_study.folder import outputs
 from tune_study.folder.statuses import StudyStatuses, find_finished_runs
 from tune_study.host.console import print_line
@@ -22,7 +23,7 @@ from tune_study.host.machine_checks import find_ray_folder
 from tune_study.host.terminal import finish_output
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan
-from tune_study.tune.local_ray import LocalRay, kill_children, watch_daemons
+from tune_study.tune.local_ray import LocalRay, kill_children, prepare_environment, watch_daemons
 from tune_study.tune.progress import Progress
 from tune_study.tune.search.halving import SIBLING_REASON, Rungs
 from tune_study.tune.search.rounds import plan_next_round
@@ -40,26 +41,6 @@ from tune_study.tune.trials import list_run_ids, make_trial_configs
 
 if TYPE_CHECKING:
     from tune_study.tune.callbacks import Recorder
-
-_RAY_ENVIRONMENT = {
-    # Send no usage data to Ray's developers.
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # Tune prints nothing, since `Progress` shows the runs, and the Recorder writes tracebacks to each run's log.
-    "RAY_AIR_NEW_OUTPUT": "0",
-    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
-    # At 0, Tune does not warn about frequent saves of its experiment state, which no study is resumed from.
-    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
-    # A trial that hangs as it ends is killed after a minute; by default, Tune would keep its GPU for ten.
-    "TUNE_FORCE_TRIAL_CLEANUP_S": "60",
-    # `Interrupt` handles Ctrl-C; Tune's own handler would end the experiment without waiting for the current steps.
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",
-    # In Ray 2.60 each trial starts its own worker, so workers that Ray starts in advance only take CPU time.
-    "RAY_prestart_worker_first_driver": "0",
-}
-"""Set before Ray is imported, unless the user has set them."""
-
-_LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""At 0, Ray listens only on the loopback address. Ray has this switch for systems without cluster support."""
 
 
 def execute_study(
@@ -233,22 +214,6 @@ def _close_statuses(session: StudySession, statuses: StudyStatuses, problem: str
     return " ".join(filter(None, (problem, statuses.close(reason))))
 
 
-def prepare_environment(gpus: tuple[str, ...], joins_cluster: bool = False) -> None:
-    """Set the environment variables that Ray reads when it is imported and started.
-
-    gpus: ids of the GPUs that Ray may use; empty if it starts without a GPU or runs elsewhere. joins_cluster: whether
-    Ray connects to other nodes, and must not be limited to the loopback address.
-    """
-    for name, value in _RAY_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    # Set even if the user has set it, unlike the others: Ray must not be reachable from other machines.
-    if not joins_cluster:
-        os.environ[_LOOPBACK_ENV] = "0"
-    if gpus:
-        # Ray assigns the GPUs that this variable lists.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-
-
 def _fit_tuner(session: StudySession, statuses: StudyStatuses, recorder: "Recorder") -> None:
     """Start Ray if necessary, and train all remaining runs."""
     # Ray installs a SIGTERM handler when it starts, so our handlers are installed afterwards.
@@ -286,16 +251,22 @@ def make_study_tuner(session: StudySession, recorder: "Recorder") -> Any:
     def make_name(trial: Any) -> str:
         return names[list_run_ids(trial.config)[0]]
 
-    configs = make_trial_configs(plan, session.finished_statuses, interrupt, resource_plan.placement_settings)
+    configs = list(make_trial_configs(plan, session.finished_statuses, interrupt, resource_plan.placement_settings))
+    if resource_plan.cluster_address:
+        versions = read_driver_versions()
+        for config in configs:
+            config["run"] |= {"versions": versions, "avoided_nodes": sorted(resource_plan.avoided_nodes)}
     return make_tuner(
         plan.study,
-        space=tune.grid_search(list(configs)),
+        space=tune.grid_search(configs),
         tune_config=tune.TuneConfig(
-            max_concurrent_trials=resource_plan.max_concurrent,
-            scheduler=FirstComeFirstServed(recorder.given_up_trials, interrupt, recorder.rungs),
+            # On a cluster, trials wait in Ray, so that its autoscaler sees them and nodes that join are used.
+            max_concurrent_trials=None if resource_plan.is_elastic else resource_plan.max_concurrent,
+            scheduler=FirstComeFirstServed(recorder.given_up_trials, interrupt, recorder.rungs, recorder.avoided_nodes),
             # Without a GPU, a process also trains the next run, which saves importing torch and transformers. On a GPU,
-            # a run gets a new process, because only the end of a process frees its CUDA context.
-            reuse_actors=not (resource_plan.gpus or resource_plan.gpu_slots),
+            # a run gets a new process, because only the end of a process frees its CUDA context. On a cluster, a
+            # process that was kept would keep its node from the autoscaler and from runs that avoid it.
+            reuse_actors=not (resource_plan.gpus or resource_plan.gpu_slots or resource_plan.cluster_address),
             trial_name_creator=make_name,
             trial_dirname_creator=make_name,
         ),

@@ -10,8 +10,8 @@ from ray import tune
 from ray.tune.search.sample import Domain
 
 from search_spaces.declaration.study import Study
-from trainable.config.aliases import flatten_settings
 from trainable.config.run_config import resolve_key
+from trainable.config.setting_types import flatten_settings
 from tune_study.plan.study_plan import find_changed_settings, make_plan
 from tune_study.tune.stoppers import resolve_study, rules
 

@@ -27,9 +27,9 @@ from search_spaces.catalog import STUDIES
 from tests.fakes.scripted import SMALL_SETTINGS
 from tests.fakes.trainers import drop_times
 from tests.sandboxes.update_rules.tabular import train_to_next_rows
-from trainable.config.aliases import flatten_settings
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names
+from trainable.config.setting_types import flatten_settings
 from trainable.diagnostics.gradient_analysis import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.records import TOY_TIME_COLUMNS

@@ -30,7 +30,7 @@ def rollout() -> Rollout:
     policy = load_policy("sokoban-tiny", torch.device("cpu"))
     codec = make_codec(policy.tokenizer)
     template, limits = make_prompt_template(Sokoban(), "compact", 10), TurnLimits(3, 2, 10)
-    levels, params = make_training_levels(Sokoban(), 0, 1, 3, 10_000), SamplingParams(1.0, 24, policy.stop_token)
+    levels, params = make_training_levels(Sokoban(), range(10_000, 10_003)), SamplingParams(1.0, 24, policy.stop_token)
     rng, luck_rng = np.random.default_rng(0), np.random.default_rng(0)
     request = RolloutRequest(levels, 6, TorchSampler(policy.model), params, rng, luck_rng)
     episodes = TurnPlayer(Sokoban(), template, codec, limits, -0.1, 512).roll_out(request)

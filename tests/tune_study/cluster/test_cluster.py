@@ -2,34 +2,34 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import pytest
+import ray
 import torch
+import yaml
+from typer.testing import CliRunner
 
 from tests.fakes.plans import plan_study, train_without_ray
 from tests.fakes.trials import drop_times
 from tests.tune_study.cluster.faked_cluster import can_hide_folder, start_faked_cluster
+from trainable import versions
 from trainable.config.run_config import apply_overrides
 from trainable.files.json_lines import read_lines
 from trainable.files.json_values import read_object
 from trainable.runs.checkpoint import read_checkpoint
+from trainable.runs.failures import NodeError
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import StatusRecord, read_record
-from tune_study.commands import node_checks
-from tune_study.commands.node_checks import (
-    NodeReport,
-    check_capacity,
-    check_versions,
-    compute_code_hash,
-    find_smallest_gpu,
-    inspect_node,
-)
+from tune_study.commands.cli import app
+from tune_study.commands.node_checks import NodeReport, check_capacity, find_smallest_gpu, inspect_node
 from tune_study.folder import run_checkpoints
 from tune_study.folder.storage import StoredFolder, fetch_checkpoint, fetch_study, list_trial_checkpoints
 from tune_study.folder.study_file import plan_from_folder
@@ -196,14 +196,14 @@ def test_a_folder_that_a_node_does_not_share_is_refused(fake_cluster: FakeCluste
     folder = fake_cluster.hidden / "not-shared"
     process = type_in(fake_cluster, folder, "run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", *SMALL_OPTIONS)
     assert process.returncode == 2
-    assert f"file://{folder}, where every run writes, cannot be read and written (" in process.stderr
-    assert "): type --output with a folder that all nodes share, or --storage" in process.stderr
+    assert "cannot run a study: it cannot use file://" in process.stderr
+    assert "where every run writes" in process.stderr
     assert process.stderr.count("\n") == 1
     assert list(folder.iterdir()) == []
     words = ("run", "kl", "--preset", "laptop", "--storage", str(fake_cluster.hidden / "storage"))
     process = type_in(fake_cluster, folder, *words, *SMALL_OPTIONS)
     assert process.returncode == 2
-    assert "/storage, where every run writes, cannot be read and written (" in process.stderr
+    assert "cannot run a study: it cannot use file://" in process.stderr
     assert not list((fake_cluster.hidden / "storage").iterdir())
 
 
@@ -266,7 +266,9 @@ def test_the_allotment_of_a_cluster(tmp_path: Path) -> None:
     assert resource_plan.cluster_address == "10.0.0.1:6379"
     nodes = "one has 8 CPU and 4 GPU; two has 2 CPU and 4 GPU; head has 0 CPU and 0 GPU"
     assert resource_plan.notes == (f"Ray cluster 10.0.0.1:6379: {nodes}",)
-    assert allocate_cluster(make_plan_in(tmp_path), "a:1", NODES, None, 1).max_concurrent == 1
+    assert resource_plan.is_elastic
+    limited = allocate_cluster(make_plan_in(tmp_path), "a:1", NODES, None, 1)
+    assert (limited.max_concurrent, limited.is_elastic) == (1, False)
     influence = plan_study(tmp_path, None, 3, study="influence")
     assert allocate_cluster(influence, "a:1", NODES, None, None).max_concurrent == 3  # a trial has all seeds of an arm
 
@@ -293,6 +295,15 @@ def test_what_a_cluster_cannot_run_is_refused(
     assert message in str(error_info.value)
 
 
+def test_a_study_may_wait_for_its_first_node(tmp_path: Path) -> None:
+    plan = make_plan_in(tmp_path, trainer__n_gpus_per_node="8")
+    with pytest.raises(PlanError, match="or type --wait-for-nodes if they join later"):
+        allocate_cluster(plan, "a:1", NODES, None, None)
+    resource_plan = allocate_cluster(plan, "a:1", NODES, None, None, waits_for_nodes=True)
+    assert (resource_plan.max_concurrent, resource_plan.runs_per_node, resource_plan.gpu_slots) == (2, 1, ())
+    assert resource_plan.notes[-1].endswith("The study waits for one.")
+
+
 def test_dead_nodes_do_not_count() -> None:
     entry = {"NodeID": "0123456789", "NodeManagerAddress": "10.0.0.1", "Alive": True}
     resources = {"CPU": 8.0, "GPU": 4.0, "accelerator_type:H100": 1.0, "node:10.0.0.1": 1.0}
@@ -308,22 +319,22 @@ def test_where_nothing_answers_the_study_does_not_wait(address: str) -> None:
 
 # The requirements on its nodes.
 
-SAME = {"python": "3.11.9", "ray": "2.60.0", "torch": "2.13.0", "code": "abc"}
 
-
-def test_nodes_with_other_packages_are_refused_by_name() -> None:
-    check_versions({**SAME, "torch": "2.13.0+cpu"}, {"one": SAME, "two": SAME})
-    with pytest.raises(PlanError, match=r"The node two has torch 2\.12\.0 and one 2\.13\.0"):
-        check_versions(SAME, {"one": SAME, "two": {**SAME, "torch": "2.12.0"}})
-    with pytest.raises(PlanError, match=r"The node two has torch not and one 2\.13\.0"):
-        check_versions(SAME, {"one": SAME, "two": {name: SAME[name] for name in ("python", "ray", "code")}})
-    for name in ("python", "ray", "code"):
-        with pytest.raises(PlanError, match=f"The node one has {name} other and this machine "):
-            check_versions(SAME, {"one": {**SAME, name: "other"}, "two": {**SAME, name: "other"}})
+def test_another_version_than_the_drivers_is_named() -> None:
+    own = versions.read_driver_versions()
+    versions.check_versions(own)
+    versions.check_versions({**own, "torch": f"{own['torch'].partition('+')[0]}+cu999"})
+    versions.check_versions({name: own[name] for name in ("python", "ray")})  # the driver may lack what a node has
+    for name in ("python", "ray", "torch", "code"):
+        message = f"it has {name} {re.escape(own[name])}, and the driver 0.1: install the same versions on all nodes"
+        with pytest.raises(NodeError, match=message):
+            versions.check_versions({**own, name: "0.1"})
+    with pytest.raises(NodeError, match=r"it has sglang none, and the driver 1\.0"):
+        versions.check_versions({**own, "sglang": "1.0"})
 
 
 def test_a_node_needs_room_for_the_runs_that_it_could_hold(tmp_path: Path) -> None:
-    reports = {NODES[0]: NodeReport({}, (), 400, 1000, ()), NODES[1]: NodeReport({}, (), 100, 1000, ())}
+    reports = {NODES[0]: NodeReport(None, 400, 1000, ()), NODES[1]: NodeReport(None, 100, 1000, ())}
     check_capacity(reports, 4, 8, 100, 0)  # one run fits on the first node and none on the second
     with pytest.raises(PlanError, match="The node one has 400 bytes free for the checkpoints of up to 4 runs"):
         check_capacity(reports, 1, 8, 101, 0)
@@ -332,8 +343,8 @@ def test_a_node_needs_room_for_the_runs_that_it_could_hold(tmp_path: Path) -> No
 
 def test_nodes_with_too_little_space_are_refused() -> None:
     reports = {
-        NODES[0]: NodeReport({}, (), 100, 50, (81_559, 81_559)),
-        NODES[1]: NodeReport({}, (), 90, 60, (46_068,)),
+        NODES[0]: NodeReport(None, 100, 50, (81_559, 81_559)),
+        NODES[1]: NodeReport(None, 90, 60, (46_068,)),
     }
     check_capacity(reports, 1, 2, 45, 25)
     check_capacity(reports, 1, 2, 0, 25)
@@ -343,45 +354,66 @@ def test_nodes_with_too_little_space_are_refused() -> None:
         check_capacity(reports, 1, 2, 45, 26)
     smallest_gpu = find_smallest_gpu(reports)
     assert (smallest_gpu.size, smallest_gpu.is_known) == (46_068 * 2**20, True)
-    assert find_smallest_gpu({**reports, NODES[2]: NodeReport({}, (), 0, 0, ())}) is None
+    assert find_smallest_gpu({**reports, NODES[2]: NodeReport(None, 0, 0, ())}) is None
 
 
 def test_what_a_node_lacks_is_in_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     config = apply_overrides(make_plan_in(tmp_path).base_config, TORCH_SETTINGS)
     marker, settings = (tmp_path / "marker").as_uri(), config.model_dump(mode="json")
-    (problem,) = inspect_node(marker, [settings]).problems
-    assert problem.text.startswith(f"{tmp_path.as_uri()}, where every run writes, cannot be read and written (")
+    own_versions = versions.read_driver_versions()
+    assert f"it cannot use {tmp_path.as_uri()}" in str(inspect_node(marker, [settings], own_versions).problem)
     (tmp_path / "marker").touch()
-    report = inspect_node(marker, [settings])
-    assert report.problems == ()
-    assert report.versions["code"] == compute_code_hash()
+    report = inspect_node(marker, [settings], own_versions)
+    assert report.problem is None
+    assert "it has ray " in str(inspect_node(marker, [settings], {**own_versions, "ray": "1.0"}).problem)
     assert min(report.memory_bytes, report.disk_bytes) > 0
     assert [path.name for path in tmp_path.iterdir()] == ["marker"]
     missing_settings = apply_overrides(config, {"model.path": "Qwen/Qwen2.5-3B"}).model_dump(mode="json")
-    (problem,) = inspect_node(marker, [settings, missing_settings]).problems
-    assert "Download it with `hf download Qwen/Qwen2.5-3B`" in problem.text
+    report = inspect_node(marker, [settings, missing_settings], own_versions)
+    assert "Download it with `hf download Qwen/Qwen2.5-3B`" in str(report.problem)
 
 
 def test_the_sum_over_the_code_tells_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "trainable").mkdir()
-    for name in ("__init__.py", "b.py"):
-        (tmp_path / "trainable" / name).write_text("")
-    monkeypatch.setattr(node_checks.trainable, "__file__", str(tmp_path / "trainable" / "__init__.py"))
-    hash_before = compute_code_hash()
-    assert hash_before == compute_code_hash()
-    (tmp_path / "trainable" / "b.py").write_text("x = 1\n")
-    assert compute_code_hash() != hash_before
+    monkeypatch.setattr(versions, "__file__", str(tmp_path / "trainable" / "versions.py"))
+    hashes = []
+    for text in ("", "", "x = 1\n"):
+        (tmp_path / "trainable" / "b.py").write_text(text)
+        hashes.append(versions.compute_code_hash.__wrapped__())
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
-def test_the_cluster_file_of_the_documents_is_one_that_ray_takes() -> None:
-    import yaml
+EXAMPLES = ROOT / "examples" / "cluster"
+
+
+def test_the_cluster_file_is_one_that_ray_takes() -> None:
     from jsonschema import ValidationError
     from ray.autoscaler._private.util import validate_config
 
-    text = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
-    config = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
+    config = yaml.safe_load((EXAMPLES / "cluster.yaml").read_text(encoding="utf-8"))
     config["cluster_synced_files"] = []  # Ray adds this field before it validates the configuration
     validate_config(config)
     with pytest.raises(ValidationError, match="head_node_typ"):
         validate_config({**config, "head_node_typ": "head"})
+
+
+def test_the_job_of_kubernetes_types_a_command_that_exists_and_grows_from_no_node(tmp_path: Path) -> None:
+    job = yaml.safe_load((EXAMPLES / "rayjob.yaml").read_text(encoding="utf-8"))["spec"]
+    cluster_spec = job["rayClusterSpec"]
+    (group,) = cluster_spec["workerGroupSpecs"]
+    assert (group["replicas"], group["minReplicas"], cluster_spec["enableInTreeAutoscaling"]) == (0, 0, True)
+    assert cluster_spec["rayVersion"] == ray.__version__
+    words = job["entrypoint"].split()
+    assert words[:3] == ["python", "-m", "tune_study"]
+    assert {"--wait-for-nodes", "--storage"} <= set(words)
+    # The same command without a cluster is planned.
+    words = [word for word in words[3:] if word not in ("--address", "auto", "--wait-for-nodes")]
+    words = [str(tmp_path) if word.startswith("s3://") else word for word in words]
+    text = CliRunner().invoke(app, [*words, "--gpus", "0,1,2,3", "--dry-run", "--output", str(tmp_path)]).output
+    assert "sokoban_kl_sweep_nofilter_01-Qwen2.5-3B-seed2" in text
+
+
+def test_the_image_has_the_wheel_of_this_version() -> None:
+    text = (EXAMPLES / "Dockerfile").read_text(encoding="utf-8")
+    assert text.count(f"tune_study-{metadata.version('tune_study')}-py3-none-any.whl") == 2

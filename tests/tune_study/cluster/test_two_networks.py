@@ -17,7 +17,7 @@ import pytest
 from tests.fakes.plans import plan_study, train_without_ray
 from tests.fakes.s3_server import _ENVIRONMENT as CREDENTIALS
 from tests.fakes.trials import drop_times
-from tests.tune_study.cluster.test_cluster import CPU_SETTINGS, RAY_ENVIRONMENT
+from tests.tune_study.cluster.test_cluster import CPU_SETTINGS, RAY_ENVIRONMENT, ROOT
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import StatusRecord, read_record
 from tune_study.plan.study_plan import StudyPlan
@@ -233,3 +233,36 @@ def find_trials(node: subprocess.Popen[bytes]) -> list[psutil.Process]:
             if process.name().startswith("ray::PPO"):
                 trials.append(process)
     return trials
+
+
+def test_a_slurm_job_of_two_nodes_starts_ray_on_both_and_runs_the_command(networks: Networks, tmp_path: Path) -> None:
+    """With programs that do what `scontrol` and `srun` would do, and a token that the script makes."""
+    isolate = "unshare --pid --mount-proc --fork --kill-child --mount"
+    hide = 'mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray; "$@"; exit $?'  # each node has a /tmp/ray of its own
+    programs = {
+        "scontrol": f"printf '{HEAD}\\n{WORKER}\\n'",
+        "srun": f"shift 2\nip netns exec {networks.worker} {isolate} sh -c '{hide}' sh \"$@\" > /dev/null 2>&1 &\n"
+        f"exec ip netns exec {networks.head} {isolate} sh -c '{hide}' sh \"$@\"",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    settings = {**SETTINGS, "trainer.total_training_steps": "2"}
+    options = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    words = ["run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", "--seeds", "1", *options]
+    environment = {
+        **networks.environment,
+        "HOME": str(tmp_path),
+        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "two",
+        "SLURM_JOB_NUM_NODES": "2",
+    }
+    script = ROOT / "examples" / "cluster" / "slurm.sh"
+    output = subprocess.run(["bash", script, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    # Not by its exit code: at the end Ray fails if one of its processes takes long to stop.
+    (line,) = [line for line in output.stdout.splitlines() if line.startswith("Ray cluster auto: ")]
+    assert all(f"{address} (" in line for address in (HEAD, WORKER))
+    folder = tmp_path / "results" / "kl_sweep_sokoban-tiny"
+    assert [read_record(StatusRecord, run_dir).status for run_dir in folder.glob("runs/*")] == ["completed"] * 2
+    assert (folder / "report.html").exists()
+    assert (tmp_path / ".ray" / "auth_token").stat().st_mode & 0o077 == 0

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from trainable.backend.gpus import make_bundles
 from tune_study.plan.study_plan import ResourcePlan
-from tune_study.tune.run import prepare_environment
+from tune_study.tune.local_ray import prepare_environment
 
 STRANGER = """
 import logging, os, sys

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tune_study.tune.run import prepare_environment
+from tune_study.tune.local_ray import prepare_environment
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(("2", "GPU-7f"), "2,GPU-7f"), ((), None)])
