@@ -16,11 +16,11 @@ from tests.test_architecture import MODULES, PACKAGES, ROOT, list_nodes
 from tune_study.demo.archive import unpack
 
 STATEMENTS: Mapping[str, int] = {
-    "analysis": 5463,
-    "sandboxes": 4454,
-    "search_spaces": 289,
-    "trainable": 10177,
-    "tune_study": 7073,
+    "analysis": 5223,
+    "sandboxes": 4278,
+    "search_spaces": 280,
+    "trainable": 9841,
+    "tune_study": 6458,
 }
 """Package -> most statements, docstrings left out.
 
@@ -29,7 +29,7 @@ STATEMENTS: Mapping[str, int] = {
 READERS: Mapping[str, int] = {"study.json": 1, "run.json": 1, "status.json": 1}
 """File of a study -> most modules that name it. One that reads and writes it is what there should be."""
 
-TRACED_FILES: Mapping[str, int] = {"dry run": 40, "status": 15, "first step": 65}
+TRACED_FILES: Mapping[str, int] = {"dry run": 37, "status": 15, "first step": 50}
 """What is done -> most files of the project of which a function is called."""
 
 
