@@ -192,10 +192,11 @@ def _explain_contrasts(results: StudyResults) -> str:
     return (
         "A contrast is a list of pairs of arms that differ in one thing, declared before any run. Each seed gives one "
         f"number, the mean over the pairs of first minus second, and the contrast is the mean over seeds. {basis} They "
-        f"hold for other seeds of these pairs, not for other pairs. Verdicts on `{family.primary_column}`, the primary "
-        "outcome: the first arm is **better** or **worse**; both are **equal** within the margin; **no effect**, as "
-        "every row of both runs is equal; or **open**, as a difference up to the farther end of the interval could "
-        "have been missed. Its p-values are corrected with Holm's method over its contrasts. The other columns are "
+        f"hold for other seeds of these pairs, not for other pairs. `{family.primary_column}` is the primary outcome. "
+        "Its verdict is **better** or **worse** for the first arm, **equal** within the margin, or **no effect** if "
+        "both runs have the same rows. Otherwise it is **open**: the data do not exclude a difference as large as the "
+        "farther end of the interval. Its p-values are corrected with Holm's method over its contrasts. The other "
+        "columns are "
         "secondary: they have no better side, and their p-values are corrected together."
     )
 
