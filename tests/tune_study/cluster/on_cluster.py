@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.fakes.plans import plan_study
 from tests.fakes.sessions import run_placed
 from tests.fakes.trainer import make_study
+from tune_study.folder.storage import StoredFolder
 from tune_study.plan.storage_uri import join_uri
 from tune_study.tune.cluster import allocate_cluster, join_cluster
 
@@ -23,6 +24,7 @@ def main(address: str, output: str, storage: str) -> None:
             settings = {"trainer.total_training_steps": 4, "trainer.n_gpus_per_node": gpus, "trainer.device": "auto"}
             plan = plan_study(Path(output, name), values, study=make_study("Placed"), **settings)
             plan = replace(plan, storage=join_uri(storage, name))
+            StoredFolder(plan.study_uri or "").put("study.json", b"{}")  # without which a node does not see the study
             results[name] = run_placed(plan, allocate_cluster(plan, address, nodes, None, None), len(values))
     print(json.dumps(results))
 
