@@ -33,7 +33,8 @@ CPU = torch.device("cpu")
 
 def measure_rollout_rates(policy: Policy, sampler: Sampler, step: int) -> dict[str, float]:
     """Sampled tokens per CPU second and per wall second of one rollout."""
-    levels = make_training_levels(Sokoban(), 0, step, NUM_GROUPS)
+    first_seed = 10_000 + NUM_GROUPS * (step - 1)
+    levels = make_training_levels(Sokoban(), range(first_seed, first_seed + NUM_GROUPS))
     cpu, wall = time.process_time(), time.perf_counter()
     template = make_prompt_template(Sokoban(), "compact", 10)
     limits = TurnLimits(turns=5, actions_per_turn=2, actions=10)  # published, as the penalty

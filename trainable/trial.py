@@ -20,7 +20,7 @@ from ray.util import get_node_ip_address
 
 from trainable.backend.gpus import make_bundles, take_gpus
 from trainable.config.base_config import BaseRunConfig
-from trainable.config.own_parts import PartFile, register_file
+from trainable.config.own_parts import PartFile, find_place, register_file
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_outside_settings, resolve_key
 from trainable.config.setting_types import flatten_settings
 from trainable.files.json_values import read_object, write_object
@@ -195,7 +195,9 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             # Read from disk, since the error may have occurred before the runs were loaded.
             has_rows = any(read_rows(Path(run["run_dir"]) / METRICS_FILE) for run in self._runs)
             failure = classify_failure(error, has_rows)
-            if "versions" in self._options and isinstance(error, NodeError | ImportError):
+            # A plug-in that cannot be imported fails on every node.
+            lacks_package = isinstance(error, ImportError) and not find_place(error)
+            if "versions" in self._options and (lacks_package or isinstance(error, NodeError)):
                 node_id = ray.get_runtime_context().get_node_id()
                 message = f"no run is placed on the node {get_node_ip_address()} ({node_id[:6]}) again: {error}"
                 failure = failure._replace(kind=NODE_UNFIT, message=message, is_retried=True, node_id=node_id)
@@ -247,9 +249,10 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             filesystem, path = FileSystem.from_uri(uri)
             is_visible = filesystem.get_file_info(f"{path}/{STUDY_FILE}").type == FileType.File
         except OSError as error:
-            raise NodeError(
-                f"it cannot read {uri} ({error}): give it the network and credentials of the driver"
-            ) from None
+            text = str(error)
+            if isinstance(error, PermissionError) or "ACCESS_DENIED" in text or "credentials" in text.lower():
+                raise NodeError(f"it may not read {uri} ({text}): give it the credentials of the driver") from None
+            raise  # a storage that does not answer is no fault of the node
         if not is_visible:
             raise NodeError(
                 f"it does not see the study in {uri}: type --output with a folder that all nodes share, or --storage "

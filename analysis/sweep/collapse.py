@@ -59,7 +59,7 @@ def find_run_ends(frames: StudyFrames) -> pd.DataFrame:
         columns = (run_validations["step"], run_validations["value"], run_validations["episodes"].fillna(math.inf))
         step = math.inf if signal_problem else find_collapse(zip(*columns, strict=True), stop_step)
         if step < math.inf:
-            cause = run["stop_rule"] if stop_step == step else HALVED_SUCCESS
+            cause = (run["stop_rule"] or "a rule") if stop_step == step else HALVED_SUCCESS
             end |= {"end_step": step, "is_collapse": True, "cause": cause}
         rows.append({**run, **end})
     table = pd.DataFrame(rows, columns=_END_COLUMNS)

@@ -218,8 +218,15 @@ def describe_learning(row: dict[str, Any]) -> list[str]:
 
 def _interpret_gain(row: dict[str, Any]) -> str:
     """What the gains in sampled and greedy success show together: more solved levels, or only sharper sampling."""
+    if np.isnan(row["gain_low"]):
+        return "It is open whether this gain is more than chance, because nothing shows how much equal runs differ."
     if not row["gain_low"] > 0:
         return "Sampled success does not clearly rise."
+    if np.isnan(row["gain_greedy_low"]):
+        return (
+            "The gain in greedy success is unknown or has no interval, so it is open whether the policy solves more "
+            "levels or only samples with less noise."
+        )
     if row["gain_greedy_low"] > 0:
         return (
             "Both rise: the most likely reply solves more levels than before, so the gain is more than a reduction of "

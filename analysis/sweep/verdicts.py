@@ -111,7 +111,7 @@ def describe_stops(runs: pd.DataFrame) -> str:
     """
     stops_by_rule: dict[str, list[str]] = {}
     for run in to_records(runs[runs["status"] == "early_stopped"]):
-        stops_by_rule.setdefault(run["stop_rule"], []).append(describe_stop(run))
+        stops_by_rule.setdefault(run["stop_rule"] or "a rule", []).append(describe_stop(run))
     return " and ".join(
         f"{rule} stopped {len(stop_texts)} of {len(runs)} runs ({'; '.join(stop_texts)})"
         for rule, stop_texts in stops_by_rule.items()

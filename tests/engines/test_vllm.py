@@ -125,7 +125,9 @@ def roll_out(sampler: Sampler, policy: Policy, temperature: float) -> list[Episo
     player = TurnPlayer(Sokoban(), template, make_codec(policy.tokenizer), TurnLimits(5, 2, 10), -0.1, CONTEXT)
     params = SamplingParams(temperature, LENGTH, policy.stop_token)
     rng, luck_rng = np.random.default_rng(0), np.random.default_rng(0)
-    return player.roll_out(RolloutRequest(make_training_levels(Sokoban(), 0, 1, 4), 6, sampler, params, rng, luck_rng))
+    return player.roll_out(
+        RolloutRequest(make_training_levels(Sokoban(), range(10_000, 10_004)), 6, sampler, params, rng, luck_rng)
+    )
 
 
 def compute_logprob_pairs(model: Qwen2, episodes: Sequence[Episode], temperature: float) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ def test_float16_and_a_head_in_float32_lower_the_mismatch_of_bfloat16() -> None:
 @pytest.mark.parametrize("lora_rank", [0, 8])
 def test_trees_are_sampled_and_trained(lora_rank: int) -> None:
     """Conversations of children begin while those of their roots wait, and the weights are pushed after each step."""
-    from tests.trainable.ppo.test_trees import make_trainer
+    from tests.sandboxes.trees.test_runs import make_trainer
 
     trainer = make_trainer(
         rollout__name="vllm",

@@ -96,7 +96,12 @@ def _sum_groups(value: object) -> object:
     return value
 
 
-Precision = Literal["float32", "bfloat16", "float16"]
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+Precision = Annotated[
+    Literal["float32", "bfloat16", "float16"],
+    BeforeValidator(lambda value: SHORT_DTYPES.get(value, value) if isinstance(value, str) else value),
+]
+"""A dtype, by its name or, as other trainers write it, its short name."""
 GroupCount = Annotated[int, BeforeValidator(_sum_groups), Field(ge=1, le=MAX_LEVELS)]
 
 

@@ -115,12 +115,18 @@ def make_searched_test_levels(make_levels: MakeLevels[Any], count: int) -> list[
     return list(make_levels(range(FIRST_TEST_SEED, FIRST_TEST_SEED + count)) if levels is None else levels[:count])
 
 
-@lru_cache(maxsize=8)  # the search tries thousands of levels, and a process may train several runs
 def find_test_levels(make_levels: MakeLevels[Any], count: int = TEST_LEVELS) -> tuple[Any, ...] | None:
     """Find the first `count` test levels in the order of their seeds, all different and in no published set.
 
     Return None if 16 candidate seeds per test level do not give enough different levels.
     """
+    # By environment, since equal ones have different methods.
+    return _find_test_levels(getattr(make_levels, "__self__", make_levels), count)
+
+
+@lru_cache(maxsize=8)  # the search tries thousands of levels, and a process may train several runs
+def _find_test_levels(source: Any, count: int) -> tuple[Any, ...] | None:
+    make_levels: MakeLevels[Any] = getattr(source, "make_levels", source)
     published_seeds = (*PUBLISHED_VALIDATION_SEEDS, *PUBLISHED_TRAINING_SEEDS)
     seen_keys = set(collect_level_keys(make_levels(published_seeds)))
     levels: list[Level] = []

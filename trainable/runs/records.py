@@ -285,7 +285,9 @@ TRIAL_COLUMNS: tuple[Column, ...] = (
     Column("status", "", "completed, early_stopped, censored (by a search), failed, interrupted or never_ran"),
     Column("reason", "", "why the run has this status"),
     Column(
-        "failure_class", "", "kind of failure: configuration, non-finite, out of memory, storage, process died or error"
+        "failure_class",
+        "",
+        "kind of failure: configuration, non-finite, out of memory, storage, node, process died or error",
     ),
     Column("steps_done", "steps", "training steps with a row"),
     Column("steps_total", "steps", "training steps requested"),

@@ -50,6 +50,9 @@ def diagnose(console: Console, output: Path, preset: str | None) -> int:
             problem = Problem("refusal", f"the study ended with exit code {code}")
         except subprocess.TimeoutExpired:  # Ray's daemons end with the process
             problem = Problem("refusal", f"the study did not end within {_TIMEOUT_S:g} s")
+        except KeyboardInterrupt:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         out.seek(0)
         lines = out.read().decode(errors="replace").splitlines()
     if code in (0, 2, 3):  # all went well, or the study was refused

@@ -21,7 +21,7 @@ from tune_study.folder.origin import find_last_wandb
 from tune_study.host.console import print_error, print_line
 from tune_study.host.gpus import Gpu, count_cpus
 from tune_study.host.interrupt import TimeLimit, make_interrupt, start_time_limit
-from tune_study.host.machine_checks import measure_scratch_space
+from tune_study.host.machine_checks import explain_long_path, find_ray_folder, measure_scratch_space
 from tune_study.placement import disk, memory_plan, resources
 from tune_study.placement.memory_plan import GpuCapacity
 from tune_study.placement.model_files import check_file, check_model, describe_teachers, make_missing_teachers
@@ -293,6 +293,8 @@ def _estimate_requirements(
 def _check_machine(launch: Launch) -> PreparedStudy:
     """Raise PlanError if this machine lacks something that the study needs: files, a model, memory or disk space."""
     plan, study = launch.plan, _estimate_requirements(launch)
+    if obstacle := explain_long_path(find_ray_folder(os.environ)):
+        raise PlanError(f"Ray cannot start here: {obstacle}", "type `export RAY_TMPDIR=/tmp`, or another short path")
     for game in resources.load_game_requirements(plan):
         if shortage := game.explain_shortage(plan):
             raise MisfitError(shortage)
@@ -375,7 +377,8 @@ def run_suite(
         try:
             for launch in launches:
                 print_line(console, f"Study {n_started + 1} of {len(plans)}: {launch.plan.study.name}")
-                suite = SuiteContext(local_ray, make_interrupt(launch.plan.folder))
+                finish_early = partial(_finish_suite, plans, n_started + 1, console)
+                suite = SuiteContext(local_ray, make_interrupt(launch.plan.folder), finish_early)
                 # One interrupt covers training and all that follows, so that files being written are finished.
                 with suite.interrupt.handle_signals(partial(print_line, console)):
                     study = prepare_study(launch)

@@ -216,6 +216,8 @@ class LaunchRequest:
 
     def __post_init__(self) -> None:
         parse_skipped_statuses(self.skip_statuses)
+        if self.wait_for_nodes and self.address is None:
+            raise PlanError("--wait-for-nodes waits for nodes of a cluster: type its --address too, or leave it out.")
 
     @property
     def skipped_statuses(self) -> tuple[str, ...]:

@@ -195,6 +195,8 @@ def write_summary(plan: StudyPlan, resource_plan: ResourcePlan, is_closing: bool
     It has a heading, a line per ended run and, if `is_closing`, a closing block. It is rewritten as a whole, so that a
     continued study has one line per run.
     """
+    if is_closing and plan.storage is not None:  # rows of ended runs may have come since the last summary
+        format_run_times.cache_clear()
     run_statuses = [(spec, find_record(StatusRecord, plan.get_run_dir(spec.run_id))) for spec in plan.runs]
     ended_runs = [
         (spec, status)

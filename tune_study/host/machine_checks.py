@@ -22,6 +22,12 @@ from tune_study.host.gpus import query_nvidia_smi
 FOLDER_PREFIX, RAY_SUBFOLDER = "ts-", "r"
 """Prefix of the session folder's name, and name of Ray's folder in it. Short, since paths of sockets must be short."""
 _LOCK_FILE = ".lock"
+_MAX_SOCKET_PATH_BYTES = 107
+"""A socket address has at most 108 bytes, including the terminating null byte."""
+_LONGEST_SOCKET_NAME = (
+    f"/{FOLDER_PREFIX}abcdefgh/{RAY_SUBFOLDER}/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+)
+"""Ray's longest name, with Linux' highest process id, 4194304."""
 
 
 class GpuMemory(NamedTuple):
@@ -71,6 +77,12 @@ def read_cgroup_limits(root: Path, membership: str) -> list[int]:
 def find_ray_folder(environ: Mapping[str, str]) -> Path:
     """Find the folder for Ray's session folder: the one that Ray 2.60 would choose."""
     return Path(os.path.abspath(environ.get("RAY_TMPDIR", environ.get("TMPDIR", "/tmp"))))
+
+
+def explain_long_path(ray: Path) -> str:
+    """Explain that the paths of Ray's sockets below `ray` are too long for the kernel, in bytes; empty if not."""
+    length, max_length = len(os.fsencode(ray)), _MAX_SOCKET_PATH_BYTES - len(_LONGEST_SOCKET_NAME)
+    return f"the path {ray} has {length} bytes; at most {max_length} are possible" if length > max_length else ""
 
 
 def measure_scratch_space() -> int:

@@ -194,7 +194,7 @@ def read_source(path_text: str, purpose: str) -> PartFile:
     if not path.is_file():
         raise PlanError(f"There is no file {shown_path}: type the path of a Python file {purpose}.")
     try:
-        return PartFile(path_text, path.read_text(encoding="utf-8"))
+        return PartFile(path_text, path.read_bytes().decode())  # bytes, since the hash is of the file as it is
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{shown_path} cannot be read ({error}): type the path of a Python file.") from None
 

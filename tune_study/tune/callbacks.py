@@ -6,7 +6,7 @@ The scheduler, which ends the trials that the Recorder gives up, is here too.
 import re
 import shutil
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +42,8 @@ MIN_FREE_BYTES = 8_000_000
 """With fewer free bytes on a disk the driver waits, because Ray Tune ends the study if it cannot write its files."""
 _CHECK_INTERVAL_S, _WAIT_INTERVAL_S = 2.0, 0.5
 """Seconds between two checks of the disks, and of a full one: the most until the waiting driver sees a Ctrl-C."""
+_SETUP_ERROR_PHRASE = "error raised in its creation task"
+"""Ray's wording for an actor whose constructor raised, for example because our packages cannot be imported there."""
 _ANSI_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 """Colors that Ray adds to the tracebacks of workers, while logs and status.json are plain text."""
 
@@ -196,6 +198,14 @@ class Recorder(StatelessCallback):
         usable_nodes = find_usable_nodes(parse_nodes(ray.nodes()), self._plan.base_config.trainer.n_gpus_per_node)
         return self._resource_plan.waits_for_nodes or any(node.id not in self.avoided_nodes for node in usable_nodes)
 
+    def fail_without_nodes(self, trials: list[Any]) -> None:
+        """Give up trials that have not started if every node that could hold one is avoided."""
+        if trials and self.avoided_nodes and not self._has_other_nodes():
+            message = "every node that could hold a run lacks something that it needs: see the failures of other runs"
+            for trial in trials:
+                self.given_up_trials.add(trial.trial_id)
+                self._fail_runs(trial, Failure(NODE_UNFIT, message, is_retried=False))
+
     def _may_wait_for_storage(self, trial: Any, failure: Failure) -> bool:
         """Check whether to retry a failed copy of a checkpoint: for trainer.disk_patience seconds after the first.
 
@@ -341,6 +351,15 @@ def read_failure(trial: Any) -> tuple[Failure, bool]:
     trace = _ANSI_COLOR.sub("", str(error))
     if isinstance(cause, OSError):  # outside of a step, Tune saves and restores checkpoints
         return Failure("storage", f"{type(cause).__name__}: {lines[0]}", is_retried=True, trace=trace), False
+    if _SETUP_ERROR_PHRASE in str(cause):
+        # Ray's message is the worker's traceback, whose last line is the error itself.
+        message = f"the trial could not begin: {lines[-1]}"
+        if "versions" not in trial.config["run"]:
+            return Failure("error", message, is_retried=True, trace=trace), False
+        # On a cluster, the node lacks our packages. No public function of Ray tells on which node an actor was.
+        address = (ray._private.state.actors(cause.actor_id) or {}).get("Address", {})
+        message = f"no run is placed on the node {address.get('IPAddress')} again, because {message}"
+        return Failure(NODE_UNFIT, message, is_retried=True, trace=trace, node_id=address.get("NodeID", "")), False
     # Ray kills a worker when the machine's memory runs low, and says "memory pressure" in its error.
     kind = "out of memory" if "memory pressure" in trace else PROCESS_DIED
     failure = Failure(kind, f"{type(cause).__name__}: {lines[0]}", is_retried=True, trace=trace)
@@ -360,30 +379,21 @@ def clear_metric_windows(trial: Any) -> None:
 class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyped
     """A FIFO scheduler that also ends pending trials that must not start. Tune asks it before each start.
 
-    These are `given_up_trials`, which have failed too often, trials of a study or arm that is asked to stop, and those
-    of arms that the rungs of successive halving have censored. No scheduler that favors an arm is used, since arms are
-    compared after the same number of steps.
-
-    avoided_nodes: Ray's ids of nodes on which no trial that starts again is placed. A node is added when a run fails
-    because of it.
+    These are the recorder's `given_up_trials`, which have failed too often or have no node, trials of a study or arm
+    that is asked to stop, and those of arms that the rungs of successive halving have censored. No scheduler that
+    favors an arm is used, since arms are compared after the same number of steps. On a cluster, no trial that starts
+    again is placed on a node because of which a run failed.
     """
 
-    def __init__(
-        self,
-        given_up_trials: Container[str],
-        interrupt: Interrupt,
-        rungs: Rungs | None = None,
-        avoided_nodes: set[str] | None = None,
-    ) -> None:
+    def __init__(self, recorder: Recorder, interrupt: Interrupt) -> None:
         super().__init__()
-        self._given_up_trials, self._interrupt, self._rungs = given_up_trials, interrupt, rungs
-        self._avoided_nodes: set[str] = set() if avoided_nodes is None else avoided_nodes
+        self._recorder, self._interrupt = recorder, interrupt
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
         """Avoid the node of a run that failed because of it. Tune calls this before the trial waits again."""
         super().on_trial_error(tune_controller, trial)
         if node_id := read_failure(trial)[0].node_id:
-            self._avoided_nodes.add(node_id)
+            self._recorder.avoided_nodes.add(node_id)
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
         """Prepare a trial to start, or to start again: choose the nodes, and number its checkpoints.
@@ -392,8 +402,8 @@ class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyp
         them.
         """
         super().on_trial_add(tune_controller, trial)
-        if self._avoided_nodes:
-            trial.config["run"]["avoided_nodes"] = sorted(self._avoided_nodes)
+        if self._recorder.avoided_nodes:
+            trial.config["run"]["avoided_nodes"] = sorted(self._recorder.avoided_nodes)
             trial.update_resources(trial.get_trainable_cls().default_resource_request(trial.config))
         uris = trial.config["run"].get("checkpoints", ())
         numbers = [int(split_uri(uri)[1].removeprefix("checkpoint_")) for uri in uris]
@@ -401,11 +411,14 @@ class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyp
 
     def choose_trial_to_run(self, tune_controller: Any, **kwargs: Any) -> Any:
         """Choose the next trial to start, or None (see ray.tune.schedulers.TrialScheduler)."""
-        for trial in [trial for trial in tune_controller.get_trials() if trial.status == Trial.PENDING]:
+        pending_trials = [trial for trial in tune_controller.get_trials() if trial.status == Trial.PENDING]
+        rungs, given_up_trials = self._recorder.rungs, self._recorder.given_up_trials
+        self._recorder.fail_without_nodes([trial for trial in pending_trials if trial.trial_id not in given_up_trials])
+        for trial in pending_trials:
             arm = trial.config["run"]["arm"]
             is_stopped = self._interrupt.is_requested or self._interrupt.is_arm_requested(arm)
-            is_censored = self._rungs is not None and self._rungs.is_censored(arm)
-            if is_stopped or is_censored or trial.trial_id in self._given_up_trials:
+            is_censored = rungs is not None and rungs.is_censored(arm)
+            if is_stopped or is_censored or trial.trial_id in given_up_trials:
                 # Tune lists the folder of every ended trial, which a trial that never started lacks.
                 trial.init_local_path()
                 tune_controller.stop_trial(trial)  # closes its files

@@ -150,6 +150,8 @@ def allocate_cluster(
     max_runs = min(max_concurrent or capacity, len(plan.trials))
     # The plan shows the slots of a node; Ray assigns the actual GPUs when a run starts.
     slots = [f"{node.name}:{number}" for node, count in run_counts.items() for number in range(count)] if n_gpus else []
+    if n_gpus and not slots:
+        slots = ["a node that joins"]
     gpus = tuple(Gpu("", "", node.gpu_type or "GPU") for node in run_counts)
     return ResourcePlan(
         bundles=bundles,

@@ -233,6 +233,7 @@ def _end_without_ray(session: StudySession, statuses: StudyStatuses, reason: str
     problem = "" if session.interrupt.is_requested else f"The study ended early: {reason}."
     exit_code = conclude_study(session, _close_statuses(session, statuses, problem), statuses)
     end_wandb(session)
+    session.suite.on_ray_lost()
     # This is the watchdog's thread, and the main thread is stuck in a call to Ray. os._exit does not flush streams.
     os._exit(finish_output(exit_code))
 
@@ -262,7 +263,7 @@ def make_study_tuner(session: StudySession, recorder: "Recorder") -> Any:
         tune_config=tune.TuneConfig(
             # On a cluster, trials wait in Ray, so that its autoscaler sees them and nodes that join are used.
             max_concurrent_trials=None if resource_plan.is_elastic else resource_plan.max_concurrent,
-            scheduler=FirstComeFirstServed(recorder.given_up_trials, interrupt, recorder.rungs, recorder.avoided_nodes),
+            scheduler=FirstComeFirstServed(recorder, interrupt),
             # Without a GPU, a process also trains the next run, which saves importing torch and transformers. On a GPU,
             # a run gets a new process, because only the end of a process frees its CUDA context. On a cluster, a
             # process that was kept would keep its node from the autoscaler and from runs that avoid it.

@@ -1,7 +1,7 @@
 """One start of a study: what its components share, and how it is concluded, or continued with more seeds."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,8 @@ class SuiteContext:
     ray: LocalRay
     interrupt: Interrupt
     """The request to stop, which ends the whole suite."""
+    on_ray_lost: Callable[[], object] = lambda: None
+    """Ends the suite, called before the process ends without returning."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ def conclude_study(session: StudySession, problem: str, statuses: StudyStatuses)
         address = session.resource_plan.cluster_address
         options = plan.resume_options
         options += ("--address", address) if address else ()
+        options += ("--wait-for-nodes",) if session.resource_plan.waits_for_nodes else ()
         print_line(console, f"Continue with: {format_command('resume', plan.folder, *options)}")
         if plan.study_uri is not None:
             print_line(console, f"From another machine: {format_command('resume', plan.study_uri, *options)}")

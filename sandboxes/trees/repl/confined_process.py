@@ -133,6 +133,9 @@ def confine(library: ctypes.CDLL) -> None:
             raise OSError(-error, f"libseccomp refuses the rule for {name}")
     if error := library.seccomp_load(rules):
         raise OSError(-error, "the kernel does not filter system calls")
+    with contextlib.suppress(PermissionError):  # a library that only pretends must not run code
+        os.stat("/")
+        raise OSError(errno.ENOSYS, "the filter of system calls is loaded and refuses nothing")
 
 
 class _Comparison(ctypes.Structure):

@@ -109,7 +109,7 @@ class Judge:
                 status = response.status_code
         except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
             raise _TransientError(f"no reply ({type(error).__name__})") from None
-        except requests.RequestException as error:
+        except (requests.RequestException, ValueError) as error:  # ValueError: a malformed host
             raise JudgeError(f"The judge at {self.url} cannot be asked: {error}") from None
         if status in (408, 409, 429) or status >= 500:
             raise _TransientError(f"status {status}")

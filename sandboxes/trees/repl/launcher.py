@@ -105,10 +105,13 @@ class Launcher:
             if not reply:
                 raise LauncherError("the process that starts others has ended")
             if not handles:
-                raise OSError(reply.decode("utf-8", "replace"))
+                text = reply.decode("utf-8", "replace")
+                raise OSError("no handle of the process arrived" if text.isdecimal() else text)
             return ConfinedChild(handles[0], int(reply), outer_ends, self)
-        except BaseException:
+        except BaseException as error:
             _close([*handles, *outer_ends])
+            if not isinstance(error, OSError | LauncherError):
+                self._control.close()  # or its unread reply would be taken for the next one
             raise
 
     @property
@@ -127,7 +130,14 @@ class Launcher:
 
 def _make_streams() -> tuple[list[int], list[int]]:
     """Open three pipes: the ends for the new process (input, output, error), and ours, which do not block."""
-    (input_inner, input_outer), (output_outer, output_inner), (error_outer, error_inner) = (os.pipe() for _ in range(3))
+    ends: list[int] = []
+    try:
+        for _ in range(3):
+            ends += os.pipe()
+    except OSError:  # too many are open, and these would stay so
+        _close(ends)
+        raise
+    input_inner, input_outer, output_outer, output_inner, error_outer, error_inner = ends
     outer_ends = [input_outer, output_outer, error_outer]
     for descriptor in outer_ends:
         os.set_blocking(descriptor, False)

@@ -444,8 +444,8 @@ def test_a_run_that_never_could_learn_says_why_and_has_not_collapsed(tmp_path: P
         ((0.2, 0.1, 0.3), (0.1, 0.05, 0.15), "Both rise"),
         ((0.2, 0.1, 0.3), (0.0, -0.05, 0.05), "greedy success does not clearly rise"),
         ((0.02, -0.1, 0.1), (0.1, 0.05, 0.15), "Sampled success does not clearly rise"),
-        ((0.2, 0.1, 0.3), (math.nan,) * 3, "greedy success does not clearly rise"),
-        ((0.2, math.nan, math.nan), (0.1, math.nan, math.nan), "Sampled success does not clearly rise"),
+        ((0.2, 0.1, 0.3), (math.nan,) * 3, "greedy success is unknown or has no interval, so it is open"),
+        ((0.2, math.nan, math.nan), (0.1, math.nan, math.nan), "It is open whether this gain is more than chance"),
     ],
 )
 def test_sentences_on_learning_name_what_they_do_not_show(

@@ -298,7 +298,11 @@ def test_a_study_may_wait_for_its_first_node(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="or type --wait-for-nodes if they join later"):
         allocate_cluster(plan, "a:1", NODES, None, None)
     resource_plan = allocate_cluster(plan, "a:1", NODES, None, None, waits_for_nodes=True)
-    assert (resource_plan.max_concurrent, resource_plan.runs_per_node, resource_plan.gpu_slots) == (2, 1, ())
+    assert (resource_plan.max_concurrent, resource_plan.runs_per_node, resource_plan.gpu_slots) == (
+        2,
+        1,
+        ("a node that joins",),
+    )
     assert resource_plan.notes[-1].endswith("The study waits for one.")
 
 

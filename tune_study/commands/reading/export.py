@@ -21,7 +21,7 @@ from trainable.files.paths import check_path
 from trainable.models.lora import write_adapters
 from trainable.runs.failures import CheckpointError
 from trainable.runs.run_files import METRICS_FILE, find_best_step, read_rows
-from trainable.runs.study_record import RunRecord, read_record
+from trainable.runs.study_record import RUN_FILE, RunRecord, read_record
 from tune_study.folder.origin import NOTHING, check_outside_values, find_usable_storage
 from tune_study.folder.run_checkpoints import RunCheckpoint, find_run_checkpoint
 from tune_study.folder.study_file import read_study
@@ -63,6 +63,8 @@ def _plan_from_records(folder: Path, allowed: frozenset[str]) -> StudyPlan:
     for entry in record.runs:
         run_dir = folder / "runs" / entry.run_id
         check_path(folder, run_dir)
+        if not (run_dir / RUN_FILE).exists():  # the other runs can still be exported
+            continue
         with as_plan_error(ValueError), as_plan_error(OSError):
             config = RunConfig.model_validate(read_record(RunRecord, run_dir).config)
         paths = Path(entry.log), Path(entry.checkpoints)

@@ -251,3 +251,22 @@ def test_addresses_do_not_depend_on_the_start(tmp_path: Path) -> None:
     for snippet, first, second in zip(SNIPPETS, *outputs, strict=True):
         assert first == second, snippet
         assert first[0] or "E" in first[1]
+
+
+def test_a_launcher_whose_reply_was_not_read_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the next REPL would be stopped and killed with the handle of the one before it."""
+    monkeypatch.setattr(launcher, "_LAUNCHERS", {})
+    with ReplProcess({}):
+        (interrupted,) = launcher._LAUNCHERS.values()
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr(launcher.socket, "recv_fds", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ReplProcess({})
+    with ReplProcess({}) as repl:
+        assert repl.execute("1 + 1").stdout == "2\n"
+        assert launcher._LAUNCHERS[next(iter(launcher._LAUNCHERS))] is not interrupted
+    launcher._close_launchers()
