@@ -82,6 +82,9 @@ def test_a_study_starts_without_nodes_avoids_an_unfit_one_and_uses_those_that_jo
     for package in PACKAGES:
         shutil.copytree(ROOT / package, other_sources / package, ignore=shutil.ignore_patterns("__pycache__"))
     (other_sources / "trainable" / "other.py").touch()
+    broken = tmp_path / "broken" / "trainable"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('as if a package were missing')")
     with ExitStack() as stack:
         address = stack.enter_context(start_head(ENVIRONMENT, 0, 0))
         study = stack.enter_context(start_study(tmp_path, address, "--wait-for-nodes"))
@@ -89,10 +92,13 @@ def test_a_study_starts_without_nodes_avoids_an_unfit_one_and_uses_those_that_jo
         unfit = {**ENVIRONMENT, "PYTHONPATH": str(other_sources)}
         unfit_id, _ = stack.enter_context(start_node(unfit, address, 1))
         study.wait_for(lambda text: text.count("failed, retrying: node: ") == 2)
+        stack.enter_context(start_node({**ENVIRONMENT, "PYTHONPATH": str(broken.parent)}, address, 1))
+        study.wait_for(lambda text: text.count("failed, retrying: node: ") == 4)
         for _ in range(2):
             stack.enter_context(start_node(ENVIRONMENT, address, 1))
         text = study.end()
     assert text.count(f"({unfit_id[:6]}) again: it has code ") == 2  # each run has been there once
+    assert text.count("again, because the trial could not begin: ") == 2
     # Both runs were under way at the same time, on the two nodes that joined.
     assert text.rindex(" started") < text.index(" completed")
     check_rows(tmp_path, local_plan)
