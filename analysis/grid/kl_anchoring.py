@@ -176,7 +176,7 @@ def _describe_difference(row: dict[str, Any], is_anchoring: bool) -> str:
         statement = f"Whether k1 and {row['form']} differ is open"
     interval_text = format_interval(row["low"], row["high"], format_signed_2) or NO_INTERVAL_TEXT
     return (
-        f"{statement}: the rank correlation of k1 minus that of {row['form']} is "
+        f"{statement}: the rank correlation under k1 minus the rank correlation under {row['form']} is "
         f"{format_signed_2(row['difference'])} {interval_text} over {row['sets']} matching sets of "
         f"{count_nouns(row['seeds'], 'seed')}."
     )

@@ -194,7 +194,7 @@ def make_notes(frames: StudyFrames) -> list[str]:
         # Only update rules have a filter.
         if "kept_frac" in steps and steps["kept_frac"].max() == 0:
             lines.append(
-                f"{arm}: its filter dropped every sample of the logged batches, so the policy may still have its initial weights."
+                f"{arm}: its filter dropped all logged samples, so the policy may still have its initial weights."
             )
     if at_chance:
         others = f" and {len(at_chance) - 5} more" if len(at_chance) > 5 else ""

@@ -119,8 +119,8 @@ def test_a_study_json_with_the_fewest_keys_has_a_report(tmp_path: Path) -> None:
 def test_a_filter_that_keeps_nothing_has_a_note(tmp_path: Path) -> None:
     runs = [FakeRun("FilteredDG", steps=40, rows={"kept_frac": 0.0}), FakeRun("DG", steps=40, rows={"kept_frac": 1.0})]
     notes = make_notes(load(write_sandbox(tmp_path, runs, SMALL)))
-    assert [line for line in notes if "kept nothing" in line] == [
-        "FilteredDG: its filter dropped every sample of the logged batches, so the policy may still have its initial weights."
+    assert [line for line in notes if "its filter" in line] == [
+        "FilteredDG: its filter dropped all logged samples, so the policy may still have its initial weights."
     ]
 
 
