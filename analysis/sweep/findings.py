@@ -453,9 +453,7 @@ def describe_curves(table: pd.DataFrame, name: str) -> str:
     runs = scored_rows.groupby(["arm", "run_id"], sort=False)["value"]
     firsts, lasts = (values.groupby("arm", sort=False).mean() for values in (runs.first(), runs.last()))
     low, high = format_number(firsts.min()), format_number(firsts.max())
-    first = f"between {low} and {high}"
-    if low == high:
-        first = f"{low} in every arm" if len(firsts) > 1 else low
+    first = f"{low}{' in every arm' * (len(firsts) > 1)}" if low == high else f"between {low} and {high}"
     return f"{name[0].upper()}{name[1:]}: {first} at first; {_describe_span(lasts)} at the end."
 
 

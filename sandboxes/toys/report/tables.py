@@ -216,10 +216,10 @@ def _make_seed_notes(frames: StudyFrames) -> list[str]:
     if seed_count == 1:
         return ["1 seed: there is no standard error. Another seed may give another result."]
     advice = " For a claim, five seeds are the usual minimum, and ten are better." if seed_count < 5 else ""
-    noise = ", and their noise is estimated from all arms unless one stands out"
-    noise_text = "" if has_added_seeds(frames.studies[0]) else noise
+    noise_text = ", and their noise is estimated from all arms unless one stands out"
     return [
-        f"{seed_count} seeds: intervals are over seeds{noise_text}. The band of a curve is one standard error.{advice}"
+        f"{seed_count} seeds: intervals are over seeds{'' if has_added_seeds(frames.studies[0]) else noise_text}. The "
+        f"band of a curve is one standard error.{advice}"
     ]
 
 
