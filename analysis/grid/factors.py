@@ -166,7 +166,7 @@ def describe_comparison(row: Row) -> str:
     if math.isnan(row["p"]):
         return f"{first} and {second} are not compared: the runs of all seeds are equal."
     numbers = (
-        f"spreads of {row['first_spread']:.3f} and {row['second_spread']:.3f}; {first} minus {second}, squared: "
+        f"spreads of {row['first_spread']:.3f} and {row['second_spread']:.3f}; difference of their squares: "
         f"{row['difference']:+.2g} [{row['low']:+.2g}, {row['high']:+.2g}], {format_holm(row['p_holm'])}, over "
         f"{row['seeds']} seeds"
     )

@@ -148,8 +148,8 @@ def describe_anchoring(trends: pd.DataFrame, differences: pd.DataFrame) -> list[
         return []
     theory = (
         "In theory, k1 (kl_loss_type=kl) used as a loss does not anchor the policy to the reference: its gradient is "
-        "the gradient of log pi at the sampled tokens, in which the reference does not occur and whose expectation is "
-        "0 on policy. The table has what the runs of this grid show."
+        "the gradient of log pi at the sampled tokens, which does not contain the reference and has expectation 0 on "
+        "policy. The table shows what happened in the runs of this grid."
     )
     falling_forms = {row["form"] for row in rows if row["rho"] < 0 and row["p"] < SIGNIFICANCE_LEVEL}
     # Forms under which KL to the reference falls with the coefficient, unless it also falls under k1.
@@ -169,12 +169,14 @@ def _describe_difference(row: dict[str, Any], is_anchoring: bool) -> str:
             f"The rank correlation is lower under {row['form']} than under k1, which alone does not show anchoring"
         )
     elif row["high"] < 0:
-        statement = f"KL to the reference falls more with the coefficient of k1 than with that of {row['form']}"
+        statement = (
+            f"KL to the reference falls more with the coefficient of k1 than with the coefficient of {row['form']}"
+        )
     else:
         statement = f"Whether k1 and {row['form']} differ is open"
     interval_text = format_interval(row["low"], row["high"], format_signed_2) or NO_INTERVAL_TEXT
     return (
-        f"{statement}: the rank correlation of k1 minus that of {row['form']} is "
+        f"{statement}: the rank correlation under k1 minus the rank correlation under {row['form']} is "
         f"{format_signed_2(row['difference'])} {interval_text} over {row['sets']} matching sets of "
         f"{count_nouns(row['seeds'], 'seed')}."
     )

@@ -71,7 +71,7 @@ class StudyResults:
 def list_remarks(frames: StudyFrames) -> list[str]:
     """List what a reader must know before any number: that a study is recorded, a confirmation, or short."""
     study = frames.studies[0]
-    recorded = "A recorded study, which comes with tune_study: nothing was trained on this machine."
+    recorded = "This recorded study comes with tune_study: nothing was trained on this machine."
     remarks = findings.describe_confirmation(study), findings.describe_short_runs(study)
     return [*filter(None, [recorded if study.recorded else "", *remarks])]
 
@@ -184,20 +184,19 @@ def _list_contrast_sentences(results: StudyResults) -> Iterator[str]:
 def _explain_contrasts(results: StudyResults) -> str:
     (family,) = results.frames.families
     basis = (
-        "Brackets are 95 % intervals over seeds that hold at all looks and for all contrasts together."
+        "Brackets are 95 % intervals over seeds. They are valid at every look, for all contrasts together."
         if has_added_seeds(results.study)
-        else "Brackets are 95 % intervals over seeds, with the noise of all arms unless one stands out. They are not "
-        "corrected for the number of contrasts."
+        else "Brackets are 95 % intervals over seeds. Their noise is estimated from all arms, unless one stands out. "
+        "They are not corrected for the number of contrasts."
     )
     return (
-        "A contrast is a list of pairs of arms that differ in one thing, declared before any run. Each seed gives one "
-        f"number, the mean over the pairs of first minus second, and the contrast is the mean over seeds. {basis} They "
+        "A contrast is a list of pairs of arms that differ in one thing, declared before any run. For each seed, first "
+        f"minus second is averaged over the pairs; the contrast is the mean over seeds. {basis} The intervals "
         f"hold for other seeds of these pairs, not for other pairs. `{family.primary_column}` is the primary outcome. "
         "Its verdict is **better** or **worse** for the first arm, **equal** within the margin, or **no effect** if "
-        "both runs have the same rows. Otherwise it is **open**: the data do not exclude a difference as large as the "
-        "farther end of the interval. Its p-values are corrected with Holm's method over its contrasts. The other "
-        "columns are "
-        "secondary: they have no better side, and their p-values are corrected together."
+        "the runs of every pair have the same rows. Otherwise it is **open**: the difference may be as large as the "
+        "end of the interval that is farther from 0. Its p-values are corrected with Holm's method over the contrasts. "
+        "The other columns are secondary: neither sign is better, and their p-values are corrected together."
     )
 
 
@@ -268,7 +267,7 @@ def make_reproduction_tables(results: StudyResults, facts: Mapping[str, str]) ->
     )
     files = [
         *([("Study", study.declaration)] if study.declaration else []),
-        *(("Study, an earlier text", file) for file in study.earlier_declarations),
+        *(("Study, earlier version", file) for file in study.earlier_declarations),
         *(("Parts", file) for file in study.code),
     ]
     for title, file in files:

@@ -86,8 +86,8 @@ class Comparison:
         seeds = {frozenset(frames.trials["seed"]) for frames in self.studies.values()}
         if len(seeds) > 1:
             sentences.append(
-                "The studies have different seeds: means are over those of each study, and differences over the seeds "
-                "in common if there are at least two, or else over all seeds of both."
+                "The studies have different seeds. Means are over the seeds of each study. Differences are over the "
+                "common seeds if there are at least two, otherwise over all seeds of both."
             )
         return sentences
 
@@ -178,7 +178,7 @@ def compare_arms(studies: Mapping[str, StudyFrames]) -> pd.DataFrame:
     ]
     if not pairs:
         raise ValueError(
-            "These studies have no arm in common: studies of one axis are compared at equal values, and studies of "
+            "These studies have no arm in common: studies of the same axis are compared at equal values, studies of "
             "different axes at arms with equal settings."
         )
     outcomes = collect_joint_outcomes(studies, column, len(pairs))
@@ -248,10 +248,10 @@ def _explain_arms(comparison: Comparison) -> str:
     outcome = comparison.outcome
     return (
         f"`{outcome.name}` is the {outcome.meaning}. The table has its mean over the runs of each study, and the "
-        f"other study minus {comparison.reference}. Runs of the same seed are paired. Brackets are 95 % intervals "
-        "with the noise of all arms of all studies as far as none stands out, not corrected for the number of arms; "
-        "p-values are corrected with Holm's method over all rows. The other study is **better** or **worse**, "
-        "**equal** within the margin, equal in every row (**no effect**), or the difference is **open**."
+        f"difference: the other study minus {comparison.reference}. Runs of the same seed are paired. Brackets are "
+        "95 % intervals, not corrected for the number of arms; their noise is estimated from all arms of all studies, "
+        "unless one stands out. p-values are corrected with Holm's method over all rows. The other study is **better** "
+        "or **worse**, **equal** within the margin, equal in every row (**no effect**), or the difference is **open**."
     )
 
 
@@ -274,8 +274,8 @@ SECTIONS: tuple[Section[Comparison], ...] = (
         figures=(
             Figure(
                 "differences",
-                "The study of the label minus the first one, with 95 % intervals over seeds. The gray band is the "
-                "margin within which arms count as equal.",
+                "Each labeled study minus the first one, with 95 % intervals over seeds. The gray band is the margin "
+                "within which arms count as equal.",
                 lambda comparison: comparison.arms.assign(
                     name=[label_arm(row.study, row.other_arm) for row in comparison.arms.itertuples()]
                 ),
@@ -301,7 +301,9 @@ SECTIONS: tuple[Section[Comparison], ...] = (
         "settings",
         "Settings that differ",
         sentences=lambda comparison: (
-            [] if len(comparison.settings) else ["The settings that the arms of each study share are the same."]
+            []
+            if len(comparison.settings)
+            else ["The settings that all arms of a study share are the same in every study."]
         ),
         tables=_make_settings_table,
     ),

@@ -45,8 +45,8 @@ def _list_sentences(results: SweepResults) -> Iterator[str]:
     gradients = results.frames.gradients
     yield (
         "Groups are sorted into buckets by the standard deviation of their rewards. Task gradients are expected to "
-        "grow with it, and the gradients of the regularizers (KL and entropy) are not. With a critic, groups with a "
-        "reward std of 0 may have a task gradient as well."
+        "grow with it; the gradients of the regularizers (KL and entropy) are not. With a critic, groups with a reward "
+        "std of 0 may also have a task gradient."
     )
     if tables.make_signal_lines(gradients).empty:
         yield (
@@ -58,7 +58,7 @@ def _list_sentences(results: SweepResults) -> Iterator[str]:
         for row in to_records(gradients[gradients["empty_after_filter"] > 0])
     ]
     if empty:
-        yield f"The filter kept nothing of {', '.join(empty)}."
+        yield f"The filter dropped all groups of {', '.join(empty)}."
 
 
 def make_trend_rows(gradients: pd.DataFrame) -> list[Row]:
@@ -98,9 +98,10 @@ def _make_tables(results: SweepResults) -> Iterator[Table]:
         make_trend_rows(results.frames.gradients),
         title="Trends with the reward std",
         note="rho is Spearman's rank correlation with the reward std over the buckets. The signal is an unbiased "
-        "estimate of the squared norm of a bucket's expected gradient. The mean norm is that of its mean gradient; its "
-        "square is signal plus noise. Values are means over runs, with intervals over runs from three on. p is from "
-        "permuting the buckets of each analysis, so it refers to these measurements and not to other runs. "
+        "estimate of the squared norm of a bucket's expected gradient. The mean norm is the norm of the bucket's mean "
+        "gradient; its square is signal plus noise. Values are means over runs, with intervals if there are at least "
+        "three. p comes from permuting the buckets of each analysis, so it holds for these measurements, not for other "
+        "runs. "
         "`python -m tune_study plot-gradients` draws each analysis, and gradients.parquet has every number.",
     )
 
@@ -123,10 +124,10 @@ GRADIENTS: Section[SweepResults] = Section(
                 "How much of the gradient step of each bucket comes from the KL and entropy terms. At 1 the bucket "
                 "trains on these regularizers alone, and below 0 they oppose the step. "
                 + (
-                    "The step is the sampled one, most of which is noise of the task: a share near 0 says little."
+                    "The step is the sampled one and consists mostly of task noise, so a share near 0 says little."
                     if tables.choose_share_column(tables.select_report_lines(results.frames.gradients)) == "share"
-                    else "The step is the expected one, without noise, with 95 % intervals over folds of prompts. "
-                    "Buckets that may have no step at all, but noise alone, are left out."
+                    else "The step is the expected one, without noise. Intervals are 95 %, over folds of prompts. "
+                    "Buckets whose step may be noise alone are left out."
                 )
             ),
             tables.make_share_lines,
@@ -136,8 +137,8 @@ GRADIENTS: Section[SweepResults] = Section(
         ),
     ),
     tables=_make_tables,
-    explanation="With one arm, each line of a figure is a step; with several, each is an arm, at the last analysis of "
-    "its runs. Each run has its own curve. Curves of probes (analyses of checkpoints) are dashed. With fewer than 3 "
-    "folds there is no interval.",
+    explanation="In a study of one arm, each color is a training step. With several arms, each color is an arm, at the "
+    "last analysis of its runs. Each run has its own curve. Curves of probes (analyses of checkpoints) are dashed. "
+    "With fewer than 3 folds there is no interval.",
     when=lambda results: not tables.drop_empty_batches(results.frames.gradients).empty,
 )

@@ -43,11 +43,11 @@ def _make_factor_tables(results: SweepResults) -> Iterator[Table]:
 def _explain_factors(results: SweepResults) -> str:
     (family,) = results.frames.families
     return (
-        f"The mean by value is the mean of `{family.primary_column}` over all arms with this value, and over "
-        f"{count_nouns(len(_get_factor_grid(results).outcomes), 'seed')} with a scored run of every arm. The spread is "
-        "the standard deviation of these means, corrected for noise; it depends on the values that were chosen. The "
-        "declared contrasts have the main effects, each value minus the first one, and the interactions: half the "
-        "difference between the effects of one factor at two values of the other."
+        f"The mean by value averages `{family.primary_column}` over all arms with this value, and "
+        f"over {count_nouns(len(_get_factor_grid(results).outcomes), 'seed')} with a scored run of every arm. The "
+        "spread is the standard deviation of these means, corrected for noise; it depends on the values that were "
+        "chosen. The declared contrasts are the main effects (each value minus the first one) and the interactions "
+        "(half the difference between the effects of one factor at two values of the other)."
     )
 
 
@@ -94,24 +94,24 @@ def _make_edge_tables(results: SweepResults) -> Iterator[Table]:
         to_records(results.edge_tables["edge_shifts"]),
         title="How far the edge moves",
         note="A shift is the edge of the first line minus the edge of the second, at common doses and seeds: +1 means "
-        "that the first line tolerates ten times the dose. Both are fitted with one slope. p is from exchanging the "
-        "collapses of the two lines within each seed, so three seeds cannot give less than .25.",
+        "that the first line tolerates ten times the dose. Both edges are fitted with the same slope. p comes from "
+        "exchanging the collapses of the two lines within each seed, so with three seeds it is at least .25.",
     )
 
 
 def _explain_edges(results: SweepResults) -> str:
     margin = format_number(results.arms[0]["margin"]) if results.arms else "the margin"
     return (
-        f"The dose is `{results.study.axis.dose}`, and a line is the arms that are equal in every other setting. "
+        f"The dose is `{results.study.axis.dose}`; the arms of a line have all other settings in common. "
         f"{COLLAPSE_DEFINITION} The edge is the dose at which half of the runs of a line collapse. Brackets are 95 % "
         "intervals from the profile likelihood of a logistic curve over log10 of the dose, fitted with Firth's "
         "penalty; a dash means that the runs do not bound the number on that side. If no run collapsed up to one dose "
         "and all did from the next on, any edge between these two doses fits equally well: the table shows their "
         "midpoint, with an exact interval that assumes only that collapse does not become rarer with the dose. Runs "
-        f"count as independent. The safe band has the doses at which no run collapsed and mean success is within "
-        f"{margin} of the line's best. "
-        "It is known up to the grid of doses: it may be as wide as the next column says, and a dash there means that "
-        "it reaches the end of the grid. The last number is the probability of collapse that its runs do not exclude."
+        "count as independent. The safe band goes from the lowest to the highest dose at which no run collapsed and "
+        f"mean success is within {margin} of the line's best. Its ends are known only up to the next dose: the next "
+        "column has its largest possible width, or a dash if the band reaches the end of the grid. The last number is "
+        "the largest probability of collapse that the runs at its upper end do not exclude."
     )
 
 
@@ -122,8 +122,8 @@ EDGE: Section[SweepResults] = Section(
         Figure(
             "edge",
             "Top: fraction of runs that collapsed at each dose, with Wilson's 95 % intervals. Middle: the edge of each "
-            "line with its 95 % interval, an arrow where the runs do not bound it; the wide bar is the safe band. "
-            "Bottom: mean success at the end.",
+            "line with its 95 % interval, which ends in an arrow where the runs do not bound it; the wide bar is the "
+            "safe band. Bottom: mean success at the end.",
             lambda results: results.edge_tables,
             lambda tables, results: draw_edges(
                 tables["edge_doses"], tables["edge"], shorten_setting(results.study.axis.dose)
@@ -222,8 +222,9 @@ GRID: Section[SweepResults] = Section(
     sentences=_describe_grid,
     figures=tuple(map(_make_heat_map, MEASURES)),
     explanation="Each cell is the mean over its scored runs. All panels share one color scale. A vermilion frame and a "
-    "cross mark runs that a rule stopped as failures, with their last number. A dashed cell has no number but the "
-    "status of its runs, or a dash if they did not measure it. A point without a cell is not part of the study. "
+    "cross mark cells with runs that a rule stopped as failures; these runs count with their last number. A cell with "
+    "a dashed frame has no number: it shows the status of its runs, or a dash if they did not measure the quantity. A "
+    "point without a cell is not part of the study. "
     "`figures/grid_cells.csv` has every number, with its runs and their standard deviation.",
     files=lambda results: {
         "grid_cells": results.cells.rename(columns={"x": results.known_grid.x, "y": results.known_grid.y})
@@ -238,9 +239,11 @@ def _make_switch_tables(results: SweepResults) -> Iterator[Table]:
         rows = to_records(compare_switch(results.known_grid, results.members, setting))
         is_task = setting == "algorithm.zero_task_advantage"
         off, on = ("task on", "zero task\nadvantage") if is_task else ("off", "on")
-        interval = "All pairs are of one seed and share its random numbers, so no difference has an interval."
+        interval = "All pairs have the same seed and thus share random numbers, so no difference has an interval."
         if rows and rows[0]["seeds"] > 1:
-            interval = f"Brackets are 95 % intervals over {rows[0]['seeds']} seeds, each the mean over its pairs."
+            interval = (
+                f"Brackets are 95 % intervals over {rows[0]['seeds']} seeds; a seed counts as one mean over its pairs."
+            )
         yield Table(
             [
                 *([name("loss", "group")] if rows and rows[0]["group"] else []),
@@ -256,7 +259,7 @@ def _make_switch_tables(results: SweepResults) -> Iterator[Table]:
             rows,
             title="Regularization without the task" if is_task else f"{shorten_setting(setting)}, on and off",
             caption=f"With `{setting}`, only the entropy bonus and the KL loss move the policy, while the critic still "
-            "learns. Changes that both columns share are due to regularization, the difference is due to the task."
+            "learns. Changes in both columns are due to regularization; the difference is due to the task."
             if is_task
             else "",
             note="A pair is two scored runs with otherwise equal settings and the same seed. Stopped runs count with "
@@ -303,10 +306,10 @@ ANCHOR: Section[SweepResults] = Section(
     sentences=_list_anchor_sentences,
     tables=_make_anchor_tables,
     explanation="KL to the reference is the column `kl_to_reference`: the k3 estimate at the trained tokens before "
-    "each update, for every form of the loss. (`kl_loss` differs by form, so it is not compared.) A set is the runs "
-    "that differ only in the coefficient, measured over the last quarter of the steps that all of them have. The table "
-    "gives Spearman's correlation within each set, averaged over sets, with Student's t interval over seeds, each the "
-    "mean over its sets. p is from permuting KL within sets.",
+    "each update, for every form of the loss. (`kl_loss` differs by form, so it is not compared.) The runs of a set "
+    "differ only in the coefficient; their KL is averaged over the last quarter of the steps that all of them have. "
+    "The table gives Spearman's correlation within each set, averaged over the sets of a seed and then over seeds, "
+    "with Student's t interval over seeds. p comes from permuting KL within sets.",
     files=lambda results: (
         {"grid_kl_to_reference": results.kl_runs.drop(columns="match")} if len(results.kl_runs) else {}
     ),

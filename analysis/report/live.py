@@ -80,7 +80,7 @@ class LivePage:
         reload = "It does not reload by itself ([continue](/))."
         if refresh_seconds:
             reload = f"This page reloads every {refresh_seconds} s ([pause](/?pause=1))."
-        drawn = "" if self._drawn_at == self._time else f" The report below is of {self._drawn_at}."
+        drawn = "" if self._drawn_at == self._time else f" The report below was made at {self._drawn_at}."
         sentences = [f"As of {self._time}.{drawn} {reload} It changes no file.", *self._problems]
         sentences += [problem] if problem else []
         sections = [self._banner._replace(sentences=sentences), *self._sections]

@@ -180,7 +180,7 @@ def write_index(output: Path | str) -> Path:
     sections = [section for name in reports for section in resolve_name(name).index_sections]
     title = f"{len(views)} stud{'y' if len(views) == 1 else 'ies'}"
     pairs = list_consistency(frames) or ["No two runs here have the same configuration and seed."]
-    note = "p-values of arms are corrected within each study, not over studies."
+    note = "p-values of arms are corrected within each study, not across studies."
     views += view_sections(sections, frames, with_charts=None)
     views += [SectionView("consistency", "Consistency of equal runs", [*pairs, note])]
     return write_page(output / "index.html", render_page(Heading("", title), views))

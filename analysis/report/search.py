@@ -35,12 +35,12 @@ def describe_search(results: StudyResults) -> str:
     is_over = num_ended >= search.num_points
     progress = f"{num_ended} points" if is_over else f"{num_ended} of {search.num_points} points have ended"
     if num_censored := int((points["state"] == CENSORED_POINT).sum()):
-        progress += f" ({num_censored} censored by successive halving, which have no outcome)"
+        progress += f" ({num_censored} censored by successive halving, without an outcome)"
     num_broken = int((points["violations"] > 0).sum())
     broken = f"at {num_broken} of them a run collapsed or failed" if num_broken else "no run collapsed or failed"
     if best is None:
         return f"{progress}; {broken}. There is no best point yet."
-    best_point = "The best point at which none did" if num_broken else "The best point"
+    best_point = "The best of the others" if num_broken else "The best point"
     if best["number"] == 0:
         return f"{progress}; {broken}. {best_point} is the default, {_describe_outcome(best)}."
     settings = ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in best["settings"].items())
@@ -49,7 +49,7 @@ def describe_search(results: StudyResults) -> str:
     return (
         f"{progress}; {broken}. {best_point} is {best['arm']} ({settings}), {_describe_outcome(best)} against "
         f"{verdicts.format_fraction(points['success'].iloc[0])} of the default. The best of many points is in part the "
-        "luckiest one: its number is too good, and only fresh seeds say by how much "
+        "luckiest one: its number is too good, and only fresh seeds show by how much "
         f"({format_command('confirm', location, '--arm', best['arm'])})."
     )
 
@@ -97,20 +97,22 @@ def make_files(results: StudyResults) -> dict[str, pd.DataFrame]:
 
 def _explain(results: StudyResults) -> str:
     search, _ = _read_search(results)
-    cost = ", and its cost the mean number of tokens that a run sampled and trained on" * ("cost" in search.objectives)
+    cost = ", and its cost is the mean number of tokens that a run sampled and trained on" * (
+        "cost" in search.objectives
+    )
     return (
         f"The value of a point is the mean of the study's primary outcome over its seeds{cost}. A point is feasible if "
         "none of its runs collapsed, was stopped by a rule as a failure, or failed. A censored point has no value. "
-        f"Optuna's TPE sampler drew {search.points_per_round} points at a time from the results of all before."
+        f"Optuna's TPE sampler drew {search.points_per_round} points at a time, based on all earlier results."
     )
 
 
 FIGURES: tuple[Figure[StudyResults], ...] = (
     Figure(
         "search_history",
-        "Outcome of each point in the order of drawing, the mean over its seeds, with 95 % intervals from the noise of "
-        "all points together. The line is the best outcome so far without a collapse, a diamond the default, a "
-        "vermilion cross a point at which a run collapsed or failed.",
+        "Mean outcome of each point over its seeds, in the order in which points were drawn, with 95 % intervals. The "
+        "noise is estimated from all points together. The line shows the best outcome so far without a collapse, the "
+        "diamond the default, and a vermilion cross a point at which a run collapsed or failed.",
         make_complete_points,
         lambda table, results: charts.draw_history(table, _read_search(results)[1]),
     ),

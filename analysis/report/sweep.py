@@ -82,9 +82,9 @@ def _explain_verdicts(results: SweepResults) -> str:
         return ""
     return (
         f"Arms differ in `{results.study.axis.setting or 'several settings'}`. They are compared by sampled success "
-        "on the validation levels, the mean of the last four validations, as chosen before the study ran. Brackets are "
-        "95 % intervals that allow for other seeds. A difference has two: the second also allows for other levels of "
-        "the same kind. None is corrected for the number of arms. "
+        "on the validation levels, averaged over the last four validations; this outcome was chosen before the study "
+        "ran. Brackets are 95 % intervals for other seeds; a difference has a second one, for other seeds and other "
+        "levels of the same kind. They are not corrected for the number of arms. "
         f"{findings.describe_interval_basis(results.summary)} Verdicts are about these levels: better or worse if the "
         f"difference is resolved, equal if it is shown to be smaller than {format_number(results.arms[0]['margin'])}, "
         "no effect if every row equals the baseline's, else open."
@@ -139,8 +139,8 @@ COLLAPSE: Section[SweepResults] = Section(
         ),
     ),
     tables=lambda results: _make_collapse_table(results) if results.has_collapse else (),
-    explanation="A secondary outcome. The mean steps are how many of the planned steps pass without a collapse. "
-    "Differences are over common seeds. p is from a permutation test that exchanges arms within each seed, corrected "
+    explanation="A secondary outcome: how many of the planned steps pass without a collapse, on average. Differences "
+    "are over common seeds. p comes from a permutation test that exchanges arms within each seed, and is corrected "
     "with Holm's method.",
     files=lambda results: {} if results.grid else {"collapse": results.collapse_times},
     concludes=True,
@@ -178,18 +178,18 @@ ORDER: Section[SweepResults] = Section(
     figures=(
         Figure(
             "onsets",
-            "When each symptom began, in every run that collapsed: a point with its 95 % interval, and a bar at the "
-            "median over runs. Symptoms without a change are left out.",
+            "When each symptom began: a point with its 95 % interval for every run that collapsed, and a bar at the "
+            "median over runs. Symptoms that did not change are left out.",
             _select_collapse_onsets,
             lambda table, results: charts.draw_onsets(table, results.arm_colors),
         ),
     ),
     tables=_make_order_table,
     explanation="Each symptom is compared with the success of the training episodes. A change counts if p is at most "
-    '.05, corrected for all symptoms and runs; "stayed well" has the runs that did not collapse. A symptom was first '
-    "if the interval of its onset ends before all other intervals begin. It was before or after success if the two "
-    "intervals are apart. The lead is the median over the runs in which both changed, with a 95 % interval from 6 runs "
-    "on; its p is from a sign test. `python -m tune_study explain` shows a run with its episodes.",
+    '.05, corrected for all symptoms and runs. Runs that did not collapse "stayed well". A symptom was first if the '
+    "interval of its onset ends before all other intervals begin. It was before or after success if the two intervals "
+    "do not overlap. The lead is the median over the runs in which both changed, with a 95 % interval if there are at "
+    "least 6; its p comes from a sign test. `python -m tune_study explain` shows a run with its episodes.",
     files=lambda results: {"onsets": results.onsets} if len(results.onsets) else {},
     when=lambda results: results.has_collapse,
 )
@@ -199,8 +199,8 @@ def _make_dose_caption(results: SweepResults) -> str:
     basis = findings.describe_interval_basis(results.dose_response)
     return (
         f"Success at the end of training, {'with' if basis else 'without'} 95 % intervals. Dashed line: sampled "
-        "success before training, dotted: greedy. Vermilion cross: a rule stopped all scored runs of the arm as "
-        f"failures. Vermilion edge: it stopped some. {basis}"
+        "success before training. Dotted line: greedy success before training. Vermilion cross: a rule stopped all "
+        f"scored runs of the arm as failures. Vermilion edge: a rule stopped some of them. {basis}"
     ).strip()
 
 
@@ -261,14 +261,14 @@ SUCCESS_CURVES = (
         "val_reward",
         "val_reward",
         "mean reward of a validation (reward)",
-        "Mean reward of the trees of each sampled validation. A tree succeeds from a reward of .9 on.",
+        "Mean reward of the trees of each sampled validation. A tree succeeds if its reward is at least .9.",
         is_uninformative=_has_no_trees,
     ),
     Curve(
         "val_children",
         "val_children",
         "children per tree (children)",
-        "Mean number of children that the code of a root asked in each sampled validation.",
+        "Mean number of children that the code of a root asked, in each sampled validation.",
         is_uninformative=_has_no_trees,
     ),
 )
@@ -284,14 +284,14 @@ SIGNAL_CURVES = (
         "val_kl",
         "val_kl_to_reference",
         "KL to the reference (nats per token)",
-        "KL to the reference (the policy before training, or the model at model.reference_path) over the tokens of "
-        "each validation, also in arms without a KL term: the k3 estimate, at most 10 per token.",
+        "k3 estimate of the KL to the reference (the policy before training, or the model at model.reference_path) "
+        "over the tokens of each validation, at most 10 per token. Arms without a KL term have it too.",
     ),
     Curve(
         "reference_kl",
         "kl_to_reference",
         "KL to the reference (nats)",
-        "KL to the reference at the trained tokens before each update: the k3 estimate, for every form of the loss.",
+        "k3 estimate of the KL to the reference at the trained tokens before each update, for every form of the loss.",
         is_uninformative=lambda results: not results.grid,
     ),
     Curve(
@@ -324,10 +324,10 @@ def _make_curve_figure(curve: Curve) -> Figure[SweepResults]:
         # Only the first figure of a page explains lines and marks.
         if curve is not VALIDATION_CURVE:
             return curve.caption
-        lines = "Thin lines are single runs, a thick line is their mean, in which a stopped run keeps its last value."
+        lines = "Thin lines are runs. A thick line is the mean of an arm, in which a stopped run keeps its last value."
         if results.grid:
             x, y = (shorten_setting(setting) for setting in (results.grid.x, results.grid.y))
-            lines = f"A line is a run: its color shows {x}, its dashes {y}."
+            lines = f"Each line is a run: its color shows {x}, its dashes show {y}."
         return (
             f"{curve.caption} {lines} Step 0 is the policy before training. A run that a rule stopped ends in a cross, "
             "any other incomplete run in a ring."
@@ -383,7 +383,7 @@ LEARNING: Section[SweepResults] = Section(
     ],
     tables=_make_learning_table,
     explanation="Means over scored runs. The test levels are evaluated once, at the end of a run, and nothing is tuned "
-    "on them. Unseen levels are validation levels that equal no training level of the run, mirrored boards included. "
+    "on them. Unseen levels are validation levels that equal no training level of the run, not even mirrored. "
     "Sampled success after training is the mean of the last four validations. The mean of the curve is over all steps.",
 )
 
@@ -414,8 +414,9 @@ TIME: Section[SweepResults] = Section(
     "Ceiling and speed",
     tables=_make_time_table,
     explanation="Secondary outcomes. A sigmoid is fitted to the validations of each arm. Its ceiling is the success "
-    "that it approaches: what is learned in the end. Its midpoint is the cost at half of the gain: how fast. Intervals "
-    "are over seeds, from five on. p is corrected over all rows of this table together.",
+    "that it approaches, and shows how much is learned in the end. Its midpoint is the cost at which half of the gain "
+    "is reached, and shows how fast. Intervals are over seeds and need at least five. p is corrected over all rows of "
+    "this table together.",
     files=lambda results: {"learning_curves": results.learning_curves},
     when=lambda results: not results.grid,
 )
@@ -476,8 +477,9 @@ def _make_stop_tables(results: SweepResults) -> Iterator[Table]:
         ],
         scored if stopped else [],
         fold=results.fold("Stopped runs of each arm, scored in three ways"),
-        note="The fraction stopped is of the scored runs, with Wilson's 95 % interval; a stop at a success of 0.9 or "
-        "more does not count. Fisher's exact test compares it with the baseline's, corrected for the number of arms.",
+        note="The fraction of scored runs that were stopped has Wilson's 95 % interval; a stop at a success of 0.9 or "
+        "more does not count. Fisher's exact test compares this fraction with the baseline's; its p-values are "
+        "corrected for the number of arms.",
     )
 
 
@@ -505,8 +507,8 @@ RETRIEVAL: Section[SweepResults] = Section(
         Figure(
             "retrieval",
             "Retrieval is the fraction of sampled thoughts that the policy finds more likely after their own prompt "
-            "than after every other prompt; the dashed line is guessing. Each arm is one line, the mean of its runs. "
-            "If retrieval falls to guessing while entropy stays high, thoughts vary without depending on the level.",
+            "than after every other prompt; the dashed line is chance. Each line is the mean over the runs of an arm. "
+            "If retrieval falls to chance while entropy stays high, thoughts vary without depending on the level.",
             lambda results: None if results.search else series.make_arm_lines(results.line_frames),
             lambda table, results: charts.draw_arm_lines(table, results.line_colors),
         ),
@@ -554,10 +556,10 @@ EXAMPLES: Section[SweepResults] = Section(
     "examples",
     "What the policy did",
     tables=_list_examples,
-    explanation="Of the first seed of each arm: a solved and a failed validation episode before training and at the "
-    "end, where one was recorded. Lines with | are what the policy saw, lines with > what it wrote. Rewards include "
-    "the penalty of an invalid reply. `python -m tune_study transcripts` prints all recorded episodes of validations, "
-    "and with `--trained` those that were trained on.",
+    explanation="For the first seed of each arm: a solved and a failed validation episode, before training and at the "
+    "end, if one was recorded. Lines with | show what the policy saw, lines with > what it wrote. Rewards include "
+    "the penalty for an invalid reply. `python -m tune_study transcripts` prints all recorded validation episodes; "
+    "with `--trained`, the episodes that runs trained on.",
 )
 
 
@@ -589,8 +591,8 @@ def _make_budget_tables(results: SweepResults) -> Iterator[Table]:
         ],
         title="Success at equal budgets",
         fold=results.fold("All arms at equal budgets"),
-        note="Sampled validation success, interpolated between validations, after the smallest amount of a budget that "
-        "a completed run used. A stopped run keeps its last value.",
+        note="Sampled validation success at the smallest amount of each budget that a completed run used, interpolated "
+        "between validations. A stopped run keeps its last value.",
     )
 
 

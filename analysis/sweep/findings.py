@@ -204,7 +204,7 @@ def describe_learning(row: dict[str, Any]) -> list[str]:
         if not np.isnan(row[key])
     ]
     basis = f", {row['gain_basis']}" if row["gain_basis"] else ""
-    sentences = [f"Training changed arm {row['arm']}: {' and '.join(gains)}{basis}.", _interpret_gain(row)]
+    sentences = [f"In arm {row['arm']}, training changed {' and '.join(gains)}{basis}.", _interpret_gain(row)]
     # Sampled success can rise to the greedy success of the base policy by sharper sampling alone, without a new skill.
     base_greedy, final = row["base_val_greedy_success"], row["late_val_success"]
     if not np.isnan(base_greedy):
@@ -233,8 +233,8 @@ def _interpret_gain(row: dict[str, Any]) -> str:
             "sampling noise. It does not show which skill was learned."
         )
     return (
-        "Sampled success rises, and greedy success does not clearly rise: the policy may sample the replies that it "
-        "already preferred more often. This is no evidence that it solves levels that it could not solve before."
+        "Sampled success rises, and greedy success does not clearly rise: the policy may only sample more often the "
+        "replies that it already preferred. This is no evidence that it solves levels that it could not solve before."
     )
 
 
@@ -269,13 +269,13 @@ def _describe_changes(study: StudyRecord) -> Iterator[str]:
     if earlier_steps and steps is not None:
         yield (
             f"The runs were planned with {' and then '.join(f'{number:,}' for number in earlier_steps)} training steps "
-            f"and made longer, to {steps:,}, when results could be seen. Verdicts are about step {steps:,}, and do not "
-            "count that they had a first chance before."
+            f"and made longer, to {steps:,}, when results could be seen. Verdicts are about step {steps:,}; they are "
+            "not corrected for the earlier chance to reach one."
         )
     if count := len(study.earlier_declarations):
         yield (
             f"The file that declares this study was changed {_count_times(count)} after the study had started; all "
-            "texts are at the end of this page. Baseline, contrasts and margins are those of the first text."
+            "versions are at the end of this page. Baseline, contrasts and margins come from the first version."
         )
 
 
@@ -297,9 +297,9 @@ def describe_looks(study: StudyRecord) -> list[str]:
     )
     return [
         f"{planned_text} The results were looked at {_count_times(len(looks))}{seeds_text}. Verdicts use a test that "
-        "keeps its error rate over all looks together. It is weaker than a test with a number of seeds that was fixed "
-        "before the first run: a study of few seeds can be less decided after more were added. All other intervals and "
-        "p-values, such as those of a trend, take the number of seeds as fixed."
+        "keeps its error rate over all looks together. It is weaker than a test that fixes the number of seeds before "
+        "the first run, so adding seeds to a small study can undo a verdict. All other intervals and p-values, such "
+        "as for a trend, assume a fixed number of seeds."
     ]
 
 
@@ -318,10 +318,10 @@ def _list_mismatch_caveats(frames: StudyFrames) -> Iterator[str]:
     for worst in to_records(large.nlargest(1, "engine_mismatch_mean")):
         yield (
             f"In {large['run_id'].nunique()} of {len(frames.trials)} runs the log-probs of sampler and trainer "
-            f"differed by more than {format_number(limit)} nats per sampled token in some step: the most by "
+            f"differed by more than {format_number(limit)} nats per sampled token in some step, by up to "
             f"{format_number(worst['engine_mismatch_mean'])}, in arm {worst['arm']}, seed {worst['seed']}, step "
-            f"{worst['step']}. Their episodes come from a policy that is not quite the one that is trained, and part "
-            "of what these runs show may be due to that."
+            f"{worst['step']}. These runs sampled from a policy that was not quite the trained one, which may explain "
+            "some of their results."
         )
 
 
@@ -341,13 +341,13 @@ def _describe_seeds(frames: StudyFrames, summary: pd.DataFrame) -> str:
         )
     if num_compared_seeds == 1 < num_seeds:
         return (
-            f"1 seed per arm and {num_seeds} of the baseline: the noise is that of the baseline's runs, and of "
-            "recorded runs if there are any. If an arm is noisier, its interval is too narrow."
+            f"1 seed per arm and {num_seeds} of the baseline: the noise is estimated from the baseline's runs, and "
+            "from recorded runs if there are any. If an arm is noisier, its interval is too narrow."
         )
     if num_seeds == 1:
         return (
-            "1 seed: the noise is that of recorded runs of a similar arm. If the runs of this study are noisier, its "
-            "intervals are too narrow. Outcomes without recorded runs have no interval."
+            "1 seed: the noise is estimated from recorded runs of a similar arm. If the runs of this study are "
+            "noisier, its intervals are too narrow. Outcomes without recorded runs have no interval."
         )
     text = (
         f"{seeds_text}: the noise of a run is estimated from all arms together. An arm's noise is never taken to be "
@@ -356,7 +356,9 @@ def _describe_seeds(frames: StudyFrames, summary: pd.DataFrame) -> str:
     noise = compare.collect_outcomes(frames, "late_val_success").noise
     if noise.unpaired and noise.paired:
         unpaired, paired = (format_number(math.sqrt(pool.variance)) for pool in (noise.unpaired, noise.paired))
-        text += f" The standard deviation of a run is {unpaired}, and {paired} without what its seed does to all arms."
+        text += (
+            f" The standard deviation of a run is {unpaired}, or {paired} without the effect of its seed on all arms."
+        )
     return text
 
 
@@ -370,8 +372,8 @@ def _describe_levels(frames: StudyFrames) -> str:
         text = f"Runs were validated on different sets of levels, {num_levels} in all."
     elif num_classes < num_levels:  # each run numbers the classes of its own levels
         text += (
-            f" {num_classes} of them are distinct: levels that the game counts as equal, such as mirrored boards, "
-            "count as often as they occur. Intervals for other levels draw them together."
+            f" {num_classes} of them are distinct: the game counts some levels as equal, such as mirrored boards. "
+            "Means count a level as often as it occurs. Intervals for other levels count equal levels as one draw."
         )
     return f"{text} The results do not apply to levels of another kind or size."
 
@@ -382,15 +384,15 @@ def _list_scoring_caveats(frames: StudyFrames, summary: pd.DataFrame) -> Iterato
         if row["is_baseline"] and row["margin"] > MAX_MARGIN_SHARE * row["late_val_success"] > 0:
             share = 100 * row["margin"] / row["late_val_success"]
             yield (
-                f"The margin of {format_number(row['margin'])} is {share:.0f} % of the baseline's success: equal arms "
-                "may differ by that much of it."
+                f"The margin of {format_number(row['margin'])} is {share:.0f} % of the baseline's success, so arms "
+                "that are called equal may differ by that much."
             )
     if any(row["early_stopped"] for row in rows):
         yield (
             "A stopped run keeps the value of its last validation up to the planned end. An arm is a failed regime if "
             f"all of its runs, at least {MIN_REGIME_RUNS}, were stopped; a stop at a success of {MASTERED_SUCCESS} or "
-            "more is no failure. The notes of a verdict say whether it would change with stopped runs scored 0 or left "
-            "out."
+            "more is no failure. The notes of a verdict say whether it would change if stopped runs were scored 0 or "
+            "left out."
         )
     group_size = flatten_settings(frames.studies[0].settings).get("env.group_size")
     if type(group_size) is int and group_size > 0:
@@ -398,8 +400,8 @@ def _list_scoring_caveats(frames: StudyFrames, summary: pd.DataFrame) -> Iterato
         ratios = (frames.steps["batch_size"] / episodes.where(episodes > 0)).groupby(frames.steps["arm"]).mean()
         if (ratios > MAX_COPY_RATIO).any():
             yield (
-                f"Batches were filled with random copies of their episodes, as published: in arm {ratios.idxmax()} one "
-                f"counts {ratios.max():.2g} times on average. `actor.ppo_mini_batch_size` decides how many there are."
+                f"Batches were filled with random copies of their episodes, as published: in arm {ratios.idxmax()} an "
+                f"episode counts {ratios.max():.2g} times on average. `actor.ppo_mini_batch_size` sets how often."
             )
     if count := int((~statuses.isin(compare.SCORED_STATUSES)).sum()):
         yield f"{count} of {len(statuses)} runs neither completed nor were stopped by a rule; they are not scored."
@@ -418,7 +420,7 @@ def _list_comparison_caveats(summary: pd.DataFrame) -> Iterator[str]:
             "method within this study, separately for differences and for equality within the margin. Intervals are "
             "not corrected: each covers the difference of its own arm only. Secondary outcomes, contrasts, stops, "
             "times to collapse, learning curves, symptoms and each test of the trend are corrected separately: each of "
-            "them finds something in about 5 % of the studies in which nothing has an effect."
+            "these groups has a false positive in about 5 % of the studies in which nothing has an effect."
         )
 
 
@@ -458,7 +460,7 @@ def describe_curves(table: pd.DataFrame, name: str) -> str:
     runs = scored_rows.groupby(["arm", "run_id"], sort=False)["value"]
     firsts, lasts = (values.groupby("arm", sort=False).mean() for values in (runs.first(), runs.last()))
     low, high = format_number(firsts.min()), format_number(firsts.max())
-    first = f"{low} in every arm" if low == high else f"{low} to {high} over the arms"
+    first = f"{low}{' in every arm' * (len(firsts) > 1)}" if low == high else f"between {low} and {high}"
     return f"{name[0].upper()}{name[1:]}: {first} at first; {_describe_span(lasts)} at the end."
 
 

@@ -97,7 +97,7 @@ def describe_power(study: StudyRecord) -> str:
         few = "one seed is" if num_seeds == 1 else "two seeds are"
         text = f"Power: {few} too few to call an arm better, worse or equal"
     elif math.isnan(difference := find_resolved_difference(study, num_seeds)):
-        return "Power: not known before the runs, because none like these are recorded; it is estimated from the runs"
+        return "Power: not known before the runs, because no similar runs are recorded; it is estimated from the runs"
     else:
         text = (
             f"Power: {num_seeds} seeds per arm detect a difference of {difference:.2g} in {column} with a probability "
@@ -108,4 +108,4 @@ def describe_power(study: StudyRecord) -> str:
     enough = next((count for count in counts if find_resolved_difference(study, count) <= margin), None)
     if enough is None or enough <= num_seeds:
         return text
-    return f"{text}; for {margin:g}, type --seeds {enough}"
+    return f"{text}; to detect {margin:g}, type --seeds {enough}"

@@ -234,13 +234,13 @@ def describe_order(onsets: pd.DataFrame) -> list[str]:
     elif collapsed_rows.dropna(subset="onset")["run_id"].duplicated().any():
         sentences = [f"In the {runs_text}, no symptom is known to be the first: the intervals of the onsets overlap."]
     else:
-        sentences = [f"In the {runs_text}, one change is resolved per run at most, so there is no order."]
+        sentences = [f"In the {runs_text}, at most one change per run is resolved, so there is no order."]
     if num_well := onsets.loc[~is_collapse, "run_id"].nunique():
         sums = table[["changed", "runs", "well_changed", "well_runs"]].sum()
         sentences.append(
-            f"{100 * sums['changed'] / sums['runs']:.0f} % of the symptoms changed in these runs before the collapse, "
-            f"and {100 * sums['well_changed'] / sums['well_runs']:.0f} % up to the same step in "
-            f"{count_nouns(num_well, 'run')} that stayed well. A symptom that changes as often in both predicts "
-            "nothing."
+            f"{100 * sums['changed'] / sums['runs']:.0f} % of the symptoms changed in these runs before the collapse. "
+            f"In {count_nouns(num_well, 'run')} that stayed well, "
+            f"{100 * sums['well_changed'] / sums['well_runs']:.0f} % changed up to the same step. A symptom that "
+            "changes as often in both groups predicts nothing."
         )
     return sentences

@@ -116,14 +116,14 @@ NOTES: Section[ToyResults] = Section(
 
 def _explain_numbers(results: ToyResults) -> str:
     (family,) = results.frames.families
-    basis = "have the noise of all arms and are not corrected for their number"
+    basis = "Their noise is estimated from all arms, and they are not corrected for the number of arms."
     if has_added_seeds(results.study):
-        basis = "hold at all looks and for all arms together"
+        basis = "They are valid at every look, for all arms together."
     return (
-        "Numbers are over the scored runs of each arm: completed ones, and those that a rule stopped, with their last "
-        "row. The standard error is the standard deviation / √n. Differences are paired by seed if two seeds or more "
-        f"are in common. Brackets are 95 % intervals, which {basis}. p-values of `{family.primary_column}`, the "
-        "primary outcome, are corrected with Holm's method over the arms, and those of all other columns together."
+        "Numbers are over the scored runs of each arm: completed runs, and runs that a rule stopped, with their last "
+        "row. The standard error is the standard deviation / √n. Differences are paired by seed if the arms share two "
+        f"seeds or more. Brackets are 95 % intervals. {basis} p-values of `{family.primary_column}`, the primary "
+        "outcome, are corrected with Holm's method over the arms; p-values of all other columns are corrected together."
     )
 
 
@@ -250,7 +250,7 @@ def _make_published_tables(table: pd.DataFrame) -> Iterator[Table]:
         [name("arm"), *has_studies, numbers[0], text("table", "section"), *numbers[1:]],
         pooled,
         fold=f"All {len(pooled)} pooled cells",
-        note="Pooled over the logged rows of all seeds: without a standard deviation over seeds, nothing is tested.",
+        note="These cells pool the logged rows of all seeds, without a standard deviation over seeds: none is tested.",
     )
     rationales = table[table["rationale"] != ""].groupby(["expected_verdict", "study", "rationale"], sort=False)["arm"]
     yield Table(
@@ -295,8 +295,9 @@ def _explain_published(frames: StudyFrames) -> str:
         "published mean, standard deviation (ddof 1) and number of seeds, with Holm's correction over the cells that "
         "are tested here. A standard deviation of 0 is replaced by 0.01, or by the evaluation interval / √12 "
         "if the number is a step. **equal**: two one-sided tests, each at .05 and not corrected, show a difference "
-        "below 0.05 (for a step, below one evaluation interval). **open**: neither is shown. The expected verdicts "
-        "were written down before the first run: not distinguishable, except where a reason is listed."
+        "below 0.05 (for a step, below one evaluation interval). **open**: neither a difference nor equality is "
+        "shown. Expectations were written down before the first run: every verdict is expected to be not "
+        "distinguishable, except where a reason is listed."
     )
 
 

@@ -194,12 +194,12 @@ def make_notes(frames: StudyFrames) -> list[str]:
         # Only update rules have a filter.
         if "kept_frac" in steps and steps["kept_frac"].max() == 0:
             lines.append(
-                f"{arm}: its filter kept nothing of any logged batch, so the policy may still have its initial weights."
+                f"{arm}: its filter dropped all logged samples, so the policy may still have its initial weights."
             )
     if at_chance:
         others = f" and {len(at_chance) - 5} more" if len(at_chance) > 5 else ""
         lines.append(
-            f"No better than random content tokens, whose error is {chance_error:.2f}: the mean test error of "
+            f"Arms with a mean test error no better than random content tokens ({chance_error:.2f}): "
             f"{', '.join(at_chance[:5])}{others}. On average, such a policy has learned at most to avoid separators."
         )
     lines += [
@@ -215,10 +215,11 @@ def _make_seed_notes(frames: StudyFrames) -> list[str]:
         return ["No run was completed or stopped by a rule, so nothing is compared."]
     if seed_count == 1:
         return ["1 seed: there is no standard error. Another seed may give another result."]
-    advice = " For a claim, five are the usual minimum, and ten are better." if seed_count < 5 else ""
-    noise_text = "" if has_added_seeds(frames.studies[0]) else ", with the noise of all arms unless one stands out"
+    advice = " For a claim, five seeds are the usual minimum, and ten are better." if seed_count < 5 else ""
+    noise_text = ", and their noise is estimated from all arms unless one stands out"
     return [
-        f"{seed_count} seeds: intervals are over seeds{noise_text}. The band of a curve is one standard error.{advice}"
+        f"{seed_count} seeds: intervals are over seeds{'' if has_added_seeds(frames.studies[0]) else noise_text}. The "
+        f"band of a curve is one standard error.{advice}"
     ]
 
 

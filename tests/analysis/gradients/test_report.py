@@ -109,7 +109,7 @@ def test_probes_are_lines_and_rows_of_their_own_beside_training(tmp_path: Path) 
 def test_a_filter_that_kept_nothing_is_on_the_page(tmp_path: Path) -> None:
     analyses = [FakeAnalysis(1, prefilter=True), FakeAnalysis(1, buckets=0)]
     words = make_page(make_frames(tmp_path, {"0": analyses})).words
-    assert "The filter kept nothing of arm0-seed0, step 1." in words
+    assert "The filter dropped all groups of arm0-seed0, step 1." in words
     assert "KL 0 1 before the filter task 1 6" in words
 
 

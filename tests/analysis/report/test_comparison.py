@@ -148,7 +148,7 @@ def test_the_page_has_every_study_arm_and_setting(studies: dict[str, StudyFrames
     assert [(point["name"], point["difference"]) for point in points] == [
         (f"B {arm}", difference) for arm, difference in zip(("0", "0.010"), comparison.arms["difference"], strict=True)
     ]
-    assert "The settings that the arms of each study share are the same." in words
+    assert "The settings that all arms of a study share are the same in every study." in words
 
 
 def test_an_arm_without_a_scored_run_has_no_comparison(tmp_path: Path, studies: dict[str, StudyFrames]) -> None:
@@ -163,4 +163,4 @@ def test_an_arm_without_a_scored_run_has_no_comparison(tmp_path: Path, studies: 
 def test_studies_with_other_seeds_are_told_over_which_a_difference_is(studies: dict[str, StudyFrames]) -> None:
     fewer = replace(studies["B"], trials=studies["B"].trials[studies["B"].trials["seed"] == 0])
     *_, sentence = page.compare({**studies, "B": fewer}, {"A": "a", "B": "b"}).describe()
-    assert sentence.startswith("The studies have different seeds: means are over those of each study")
+    assert sentence.startswith("The studies have different seeds. Means are over the seeds of each study.")

@@ -72,25 +72,25 @@ def test_differences_are_in_units_of_the_noise() -> None:
 
 def test_the_line_names_the_seeds_that_resolve_the_margin() -> None:
     assert describe_power(make_study(num_seeds=1)) == (
-        "Power: one seed is too few to call an arm better, worse or equal; for 0.05, type --seeds 5"
+        "Power: one seed is too few to call an arm better, worse or equal; to detect 0.05, type --seeds 5"
     )
     assert find_resolved_difference(make_study(), 5) <= 0.05 < find_resolved_difference(make_study(), 4)
     assert describe_power(make_study(num_seeds=2)).startswith("Power: two seeds are too few to call an arm")
     line = describe_power(make_study(num_seeds=3))
     assert line.startswith("Power: 3 seeds per arm detect a difference of 0.07")
     assert line.endswith(
-        "in late_val_success with a probability of 80 % (2 comparisons, noise of recorded runs); for 0.05, "
-        "type --seeds 5"
+        "in late_val_success with a probability of 80 % (2 comparisons, noise of recorded runs); to detect "
+        "0.05, type --seeds 5"
     )
     assert describe_power(make_study(num_seeds=5)).endswith("noise of recorded runs)")
-    assert "; for 0.03, type --seeds" in describe_power(make_study(4, margins={"late_val_success": 0.03}))
+    assert "; to detect 0.03, type --seeds" in describe_power(make_study(4, margins={"late_val_success": 0.03}))
 
 
 @pytest.mark.parametrize("num_seeds", [3, 5])
 def test_nothing_is_known_of_studies_whose_like_was_never_recorded_or_without_a_comparison(num_seeds: int) -> None:
     line = describe_power(make_study(num_seeds, config_hash="another"))
     assert line == (
-        "Power: not known before the runs, because none like these are recorded; it is estimated from the runs"
+        "Power: not known before the runs, because no similar runs are recorded; it is estimated from the runs"
     )
     assert describe_power(make_study(axis={"values": ["0"]})) == ""
     assert describe_power(make_study(baseline=None)) == ""

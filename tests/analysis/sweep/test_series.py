@@ -134,10 +134,10 @@ def test_figures_say_what_their_numbers_come_to() -> None:
     table = pd.DataFrame(rows, columns=columns)
     # The runs of an arm end at steps of their own, its value is their mean, and only scored runs count.
     assert findings.describe_curves(table, "success (fraction)") == (
-        "Success (fraction): 0.2 to 0.4 over the arms at first; between 0.1 (b) and 0.5 (a) at the end."
+        "Success (fraction): between 0.2 and 0.4 at first; between 0.1 (b) and 0.5 (a) at the end."
     )
     only = table[table["run_id"] == "r1"].assign(value=[0.21, 0.4])
-    assert findings.describe_curves(only, "success") == "Success: 0.21 in every arm at first; 0.4 at the end."
+    assert findings.describe_curves(only, "success") == "Success: 0.21 at first; 0.4 at the end."
     equal = table.assign(value=8.0)
     assert findings.describe_curves(equal, "groups") == "Groups: 8 in every arm at first; 8 in every arm at the end."
     assert findings.describe_curves(table[table["run_id"] == "r4"], "success") == ""

@@ -174,8 +174,9 @@ def test_the_sentences_name_what_was_first(onsets: pd.DataFrame) -> None:
         "rewards in a group (5)."
     )
     assert second.endswith(
-        "up to the same step in 1 run that stayed well. A symptom that changes as often in both predicts nothing."
+        "changed up to the same step. A symptom that changes as often in both groups predicts nothing."
     )
+    assert "In 1 run that stayed well, " in second
     assert symptoms.describe_order(onsets.iloc[:0]) == []
 
 

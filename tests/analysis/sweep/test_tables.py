@@ -88,7 +88,7 @@ def test_one_seed_has_the_noise_of_recorded_runs(six_arm_frames: StudyFrames, su
     assert row["outcome"] == "open"
     assert row["notes"] == "one seed is too few for a verdict"
     caveats = findings.list_caveats(six_arm_frames, summary)
-    assert caveats[0].startswith("1 seed: the noise is that of recorded runs of a similar arm.")
+    assert caveats[0].startswith("1 seed: the noise is estimated from recorded runs of a similar arm.")
     assert not any("from all arms together" in caveat for caveat in caveats)
 
 
@@ -642,4 +642,4 @@ def test_a_sampler_that_differs_from_its_trainer_is_named(
     assert bool(remarks) == is_named
     if is_named:
         assert "In 1 of 3 runs the log-probs of sampler and trainer differed by more than 0.05 nats" in remarks[0]
-        assert f"the most by {largest:g}, in arm 0, seed 2, step 1." in remarks[0]
+        assert f"by up to {largest:g}, in arm 0, seed 2, step 1." in remarks[0]

@@ -31,7 +31,7 @@ def test_the_command_shows_the_recorded_study(tmp_path: Path) -> None:
     assert f"{study.name} ({study.preset}): finished; runs: " in result.stdout
     assert "A failed episode at the end of arm" in result.stdout
     assert "A solved episode at the end of arm" in result.stdout
-    assert "<b>A recorded study, which comes with tune_study" in (folder / "report.html").read_text()
+    assert "<b>This recorded study comes with tune_study" in (folder / "report.html").read_text()
     assert len(analysis.load(folder).trials) == len(study.runs)
     assert not list((folder / "figures").glob("*.png"))  # only the page, which is what there is to see
     assert (folder / "report.html").read_text().count("<svg") > 5

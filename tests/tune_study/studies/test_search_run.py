@@ -129,7 +129,7 @@ def test_halved_runs_are_censored_and_have_no_outcome(tmp_path: Path) -> None:
             assert status.status == "censored"
             assert f"{spec.name} censored: " in text
             assert "a censored run, not a failed one" in status.reason
-    assert "censored by successive halving, which have no outcome" in text
+    assert "censored by successive halving, without an outcome" in text
     # A censored run is over: the same command again trains nothing.
     code, text = run(make_search(tmp_path, STUDIES["kl"], TINY_SETTINGS, 6, vary, asha=1))
     assert (code, "0 of 12 runs remain" in text) == (0, True)

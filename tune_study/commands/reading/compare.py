@@ -80,7 +80,7 @@ def print_comparison(console: Console, comparison: Comparison, path: Path) -> No
 def _print_settings(console: Console, comparison: Comparison) -> None:
     settings = to_records(comparison.settings)
     if not settings:
-        print_line(console, "The settings that the arms of each study share are the same.")
+        print_line(console, "The settings that all arms of a study share are the same in every study.")
         return
     labels = list(comparison.studies)
     print_line(console, f"{len(settings)} setting{'s differ' if len(settings) > 1 else ' differs'}:")

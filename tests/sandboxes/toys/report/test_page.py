@@ -70,7 +70,7 @@ def test_the_page_is_complete(words: str) -> None:
         "TPO: uniform_groups stopped 1 of 3 runs (step 107: 10 ≥ 10); a stopped run counts with its last row.",
         "GRPO, not counted: seed 2 failed after 40 of 300 steps (RuntimeError: <x>).",
         "GRPO: in 2 of 2 runs (seed 0, 1) more than half of the greedily decoded tokens are separators",
-        "No better than random content tokens, whose error is 0.50: the mean test error of GRPO 0.680.",
+        "Arms with a mean test error no better than random content tokens (0.50): GRPO 0.680.",
         "DG and SameAsDG end with equal numbers in every seed: in this study they are the same algorithm.",
         "Of 3 published numbers, 3 can be tested: 1 equal, 2 open. Of 3 verdicts with an expectation, 3 are as "
         "expected. Our arms have at most 3 of 10 planned seeds.",
@@ -90,7 +90,7 @@ def test_the_page_is_complete(words: str) -> None:
         ([FakeRun("TPO", steps=40)], "1 arm, no baseline among them."),
         (
             [FakeRun(arm, seed, steps=40) for arm in ("DG", "TPO") for seed in (0, 1)],
-            "2 seeds: intervals are over seeds, with the noise of all arms",
+            "2 seeds: intervals are over seeds, and their noise is estimated from all arms",
         ),
         ([FakeRun("DG", steps=20, status="early_stopped", stop=UNIFORM_STOP)], "uniform_groups stopped 1 of 1 runs"),
         ([FakeRun("DG", steps=20, status="failed", reason="<script>")], "(<script>)"),
@@ -119,8 +119,8 @@ def test_a_study_json_with_the_fewest_keys_has_a_report(tmp_path: Path) -> None:
 def test_a_filter_that_keeps_nothing_has_a_note(tmp_path: Path) -> None:
     runs = [FakeRun("FilteredDG", steps=40, rows={"kept_frac": 0.0}), FakeRun("DG", steps=40, rows={"kept_frac": 1.0})]
     notes = make_notes(load(write_sandbox(tmp_path, runs, SMALL)))
-    assert [line for line in notes if "kept nothing" in line] == [
-        "FilteredDG: its filter kept nothing of any logged batch, so the policy may still have its initial weights."
+    assert [line for line in notes if "its filter" in line] == [
+        "FilteredDG: its filter dropped all logged samples, so the policy may still have its initial weights."
     ]
 
 
