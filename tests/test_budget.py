@@ -16,11 +16,11 @@ from tests.test_architecture import MODULES, PACKAGES, ROOT, list_nodes
 from tune_study.demo.archive import unpack
 
 STATEMENTS: Mapping[str, int] = {
-    "analysis": 5223,
-    "sandboxes": 4278,
+    "analysis": 5227,
+    "sandboxes": 4290,
     "search_spaces": 280,
-    "trainable": 9841,
-    "tune_study": 6458,
+    "trainable": 9849,
+    "tune_study": 6495,
 }
 """Package -> most statements, docstrings left out.
 
