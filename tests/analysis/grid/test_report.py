@@ -197,11 +197,10 @@ def test_the_sections_are_complete(results: SweepResults) -> None:
     words = page.words
     for sentence in (
         "164 arms over KL (actor.kl_loss_coef: 0, 0.001, 0.003, 0.01, 0.03), entropy (actor.entropy_coeff:",
-        "A vermilion frame and a cross mark runs that a rule stopped",
+        "A vermilion frame and a cross mark cells with runs that a rule stopped",
         "20 runs with KL 0 appear in the panels of every loss but count once",
         "k1 (kl_loss_type=kl) used as a loss does not anchor the policy to the reference",
         "Regularization without the task",
-        "All pairs are of one seed and share its random numbers, so no difference has an interval.",
     ):
         assert sentence in words
     assert {"grid", "switches", "anchor"} <= set(page.ids)

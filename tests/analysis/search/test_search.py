@@ -204,7 +204,7 @@ def test_the_report_of_a_search_says_what_its_best_point_is_worth(frames: StudyF
     assert sentence.startswith("4 of 5 points have ended; at 2 of them a run collapsed or failed. ")
     assert "The best of the others is point-1 (lr 0.001, use_kl_loss False, ppo_epochs 2)" in sentence
     location = os.path.relpath(frames.folders[0])  # a command that works where it is read
-    assert f"only fresh seeds say by how much (python -m tune_study confirm {location} --arm" in sentence
+    assert f"only fresh seeds show by how much (python -m tune_study confirm {location} --arm" in sentence
     assert conclude(frames).sentences[0] == sentence
     rows = list_points(frames)
     assert [row["point"] for row in rows][:2] == ["point-1 (front)", "default"]
