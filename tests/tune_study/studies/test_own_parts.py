@@ -122,7 +122,7 @@ def test_continuing_needs_all_files_and_opens_no_other(folder: Path, monkeypatch
     options = ("--study", "parts.py", *(word for name in NAMES for word in ("--code", name)))
     code, error = invoke(folder, monkeypatch, *words, *options, "--dry-run")
     assert code == 2
-    assert "so this has to be typed: add --code" in error
+    assert f"no file that a folder names is executed: name them yourself with --code {trap}" in error
     assert "opened" not in error
     # Without the record, the name in the settings is all that points to the file.
     del content["code"][0]
