@@ -185,7 +185,9 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             if not self._has_saved_for_drain and self._is_node_draining():
                 self._has_saved_for_drain = True
                 self.begin().write_states()
-                report = replace(report, is_saved=True, note=f"{report.note}; the node is drained".lstrip("; "))
+                report = replace(
+                    report, is_saved=True, note=f"{report.note}; the node is drained, so a state is saved".lstrip("; ")
+                )
             self._upload_saved_checkpoints()
             if not self._has_seed_list and report.failures:
                 (words,) = report.failures.values()
@@ -199,8 +201,12 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             lacks_package = isinstance(error, ImportError) and not find_place(error)
             if "versions" in self._options and (lacks_package or isinstance(error, NodeError)):
                 node_id = ray.get_runtime_context().get_node_id()
-                message = f"no run is placed on the node {get_node_ip_address()} ({node_id[:6]}) again: {error}"
-                failure = failure._replace(kind=NODE_UNFIT, message=message, is_retried=True, node_id=node_id)
+                failure = failure._replace(
+                    kind=NODE_UNFIT,
+                    message=f"no run is placed on the node {get_node_ip_address()} ({node_id[:6]}) again: {error}",
+                    is_retried=True,
+                    node_id=node_id,
+                )
         if failure.is_retried:
             # Without the cause, since only text and flags can be sent to the driver. The traceback is included as text.
             raise RunFailedError(failure)

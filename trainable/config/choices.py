@@ -110,21 +110,23 @@ OWN_FILTER = FilterStrategy(takes_any_value=True, can_keep_all=False)
 class FilterMetric:
     """Properties of a score of groups.
 
-    reads_entropies: whether it is computed from the entropies at the sampled tokens.
+    is_spread: whether it is a standard deviation, 0 in a group of one. reads_entropies: whether it is computed from the
+    entropies at the sampled tokens.
     """
 
+    is_spread: bool = False
     reads_entropies: bool = False
 
 
 FILTER_METRICS: Mapping[str, FilterMetric] = MappingProxyType(
     {
-        "reward_variance": FilterMetric(),
-        "reward_std": FilterMetric(),
+        "reward_variance": FilterMetric(is_spread=True),
+        "reward_std": FilterMetric(is_spread=True),
         "reward": FilterMetric(),
         "reward_sum": FilterMetric(),
         "entropy": FilterMetric(reads_entropies=True),
-        "entropy_variance": FilterMetric(reads_entropies=True),
-        "entropy_std": FilterMetric(reads_entropies=True),
+        "entropy_variance": FilterMetric(is_spread=True, reads_entropies=True),
+        "entropy_std": FilterMetric(is_spread=True, reads_entropies=True),
         "length": FilterMetric(),
     }
 )

@@ -7,6 +7,7 @@ from pkgutil import resolve_name
 
 from search_spaces.catalog import STUDIES
 from trainable.config.base_config import BaseRunConfig
+from trainable.config.choices import FILTER_METRICS
 from trainable.config.setting_types import flatten_settings
 from trainable.families import Remark
 from tune_study.plan.errors import Problem
@@ -22,6 +23,20 @@ PPO_REMARKS: tuple[Remark, ...] = (
         lambda c: c.algorithm.estimator.compares_group and c.env.group_size == 1,
         "env.group_size=1 leaves algorithm.adv_estimator={c.algorithm.adv_estimator} nothing to compare: all "
         "advantages are 0",
+    ),
+    Remark(
+        lambda c: (
+            c.env.group_size == 1
+            and FILTER_METRICS[c.filter.rollout_filter_metric].is_spread
+            and not c.filter.rollout_filter_include_zero
+        ),
+        "env.group_size=1 makes filter.rollout_filter_metric={c.filter.rollout_filter_metric} 0 in every group, and "
+        "filter.rollout_filter_include_zero=False drops such groups: no step has a batch",
+    ),
+    Remark(
+        lambda c: c.trainer.critic_warmup > c.trainer.total_training_steps,
+        "trainer.critic_warmup={c.trainer.critic_warmup} is the first step that updates the policy, and the run ends "
+        "at step {c.trainer.total_training_steps}: the policy is never updated",
     ),
     Remark(
         lambda c: c.copies_per_step > 0,

@@ -201,10 +201,10 @@ class Recorder(StatelessCallback):
     def fail_without_nodes(self, trials: list[Any]) -> None:
         """Give up trials that have not started if every node that could hold one is avoided."""
         if trials and self.avoided_nodes and not self._has_other_nodes():
-            message = "every node that could hold a run lacks something that it needs: see the failures of other runs"
+            reason = "every node that could hold a run lacks something that it needs: see the failures of other runs"
+            self.given_up_trials |= {trial.trial_id for trial in trials}
             for trial in trials:
-                self.given_up_trials.add(trial.trial_id)
-                self._fail_runs(trial, Failure(NODE_UNFIT, message, is_retried=False))
+                self._fail_runs(trial, Failure(NODE_UNFIT, reason, is_retried=False))
 
     def _may_wait_for_storage(self, trial: Any, failure: Failure) -> bool:
         """Check whether to retry a failed copy of a checkpoint: for trainer.disk_patience seconds after the first.
@@ -354,12 +354,17 @@ def read_failure(trial: Any) -> tuple[Failure, bool]:
     if _SETUP_ERROR_PHRASE in str(cause):
         # Ray's message is the worker's traceback, whose last line is the error itself.
         message = f"the trial could not begin: {lines[-1]}"
-        if "versions" not in trial.config["run"]:
+        if "versions" not in trial.config["run"]:  # on this machine
             return Failure("error", message, is_retried=True, trace=trace), False
         # On a cluster, the node lacks our packages. No public function of Ray tells on which node an actor was.
         address = (ray._private.state.actors(cause.actor_id) or {}).get("Address", {})
-        message = f"no run is placed on the node {address.get('IPAddress')} again, because {message}"
-        return Failure(NODE_UNFIT, message, is_retried=True, trace=trace, node_id=address.get("NodeID", "")), False
+        return Failure(
+            NODE_UNFIT,
+            f"no run is placed on the node {address.get('IPAddress')} again, because {message}",
+            is_retried=True,
+            trace=trace,
+            node_id=address.get("NodeID", ""),
+        ), False
     # Ray kills a worker when the machine's memory runs low, and says "memory pressure" in its error.
     kind = "out of memory" if "memory pressure" in trace else PROCESS_DIED
     failure = Failure(kind, f"{type(cause).__name__}: {lines[0]}", is_retried=True, trace=trace)

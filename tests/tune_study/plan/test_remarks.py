@@ -18,7 +18,8 @@ from search_spaces.language_model.family import PPO
 from tests.fakes.plans import plan_study
 from tests.strategies.examples import thin_out
 from trainable.algo.advantages import group_skill, grpo, reinforce_plus_plus_baseline, rloo
-from trainable.config.choices import ADVANTAGE_ESTIMATORS
+from trainable.algo.filters import compute_group_scores, parse_rule, select_groups
+from trainable.config.choices import ADVANTAGE_ESTIMATORS, FILTER_METRICS
 from trainable.families import Remark, list_families
 from tune_study.commands.cli import app
 from tune_study.plan import remarks
@@ -31,6 +32,13 @@ TOP_K = "method=OPDTopKReverseKL vocab_size=8 warmup_steps=0"
 CASES = [
     ("top-p", "env.max_turn=5 rollout.response_length=24", "rollout.max_model_len=120", "rollout.max_model_len=121"),
     ("top-p", "env.group_size=1", "algorithm.adv_estimator=grpo", "algorithm.adv_estimator=gae"),
+    (
+        "entropy",
+        "env.group_size=1 filter.rollout_filter_include_zero=False",
+        "filter.rollout_filter_metric=reward_std",
+        "filter.rollout_filter_metric=entropy",
+    ),
+    ("top-p", "", "trainer.critic_warmup=61", "trainer.critic_warmup=60"),
     ("top-p", "", "actor.ppo_mini_batch_size=256", "actor.ppo_mini_batch_size=128"),
     ("sandbox", "", "lr=1", "lr=0.99"),
     ("opd", f"{TOP_K} normalize_top_k=true", "top_k=1", "top_k=2"),
@@ -213,3 +221,10 @@ def test_a_baseline_whose_name_depends_on_settings_is_named_as_it_is_typed(tmp_p
     elsewhere = plan_study(tmp_path, grid, study=study, actor__lr="1e-5")
     assert elsewhere.baseline is None
     assert [line for line in find_remarks(elsewhere) if line.endswith("so no arm is compared with it.")]
+
+
+@pytest.mark.parametrize("metric", FILTER_METRICS)
+def test_a_spread_is_0_in_a_group_of_one(metric: str) -> None:
+    scores = compute_group_scores(metric, *(torch.tensor([[3.0], [1.0]]) for _ in range(3)))
+    is_dropped = not select_groups(scores, parse_rule("top_p", 0.9), include_zero=False).any()
+    assert is_dropped == FILTER_METRICS[metric].is_spread

@@ -254,3 +254,22 @@ def test_an_interruption_ends_its_waiting(make_guard: Any, monkeypatch: pytest.M
     guard._interrupt.request()
     guard.on_step_begin(1, [])
     assert len(messages) == 2
+
+
+def test_waiting_trials_fail_once_every_usable_node_is_avoided(
+    recorded_trial: RecordedTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [
+        {"NodeID": name, "NodeManagerAddress": name, "Alive": True, "Resources": {"CPU": cpus}}
+        for name, cpus in (("head", 0.0), ("one", 2.0), ("two", 2.0))
+    ]
+    monkeypatch.setattr(callbacks.ray, "nodes", lambda: nodes)
+    recorder, trials = recorded_trial.recorder, [recorded_trial.trial]
+    recorder.fail_without_nodes(trials)  # nothing is avoided
+    recorder.avoided_nodes.add("one")
+    recorder.fail_without_nodes(trials)
+    assert recorder.given_up_trials == set()
+    recorder.avoided_nodes.add("two")
+    recorder.fail_without_nodes(trials)
+    assert recorder.given_up_trials == {"one"}  # the trial's id
+    assert [recorded_trial.get_status(seed).failure_class for seed in (0, 1)] == ["node", "node"]
