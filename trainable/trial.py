@@ -4,17 +4,17 @@ import gc
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import ray
-from pyarrow.fs import FileSystem, FileType, copy_files
+from pyarrow.fs import FileSystem, FileType
 from ray import tune
-from ray.tune.result import SHOULD_CHECKPOINT
 from ray.tune.search.repeater import TRIAL_INDEX
 from ray.util import get_node_ip_address
 
@@ -32,26 +32,29 @@ from trainable.runs.failures import (
     Failure,
     NodeError,
     RunFailedError,
+    call_with_retry,
     classify_failure,
 )
 from trainable.runs.orphans import MARK_ENV, terminate_orphans
 from trainable.runs.records import carry_values, make_empty_row
 from trainable.runs.run_files import METRICS_FILE, STATE_FOLDER, copy_run_files, list_states, read_rows
 from trainable.runs.study_record import STUDY_FILE, is_run_id
+from trainable.uploads import POINTER_FILE, POINTER_KEY, Uploads, read_pointer
 from trainable.versions import check_versions
 
 if TYPE_CHECKING:
     from trainable.ppo.trainer import PPOTrainer
     from trainable.runs.training import StepReport, TrainerFamily, TrainingLoop
 
+T = TypeVar("T")
+
 RUN_KEY, SEED_KEY = "run", "seed"
 """The keys of a configuration that are not settings."""
 _RUN_OPTIONS = (
-    *("study", "family", "arm", "stop_rules", "code", "runs", "interrupts", "storage", "checkpoints"),
-    *("versions", "avoided_nodes"),
+    *("study", "family", "arm", "stop_rules", "code", "runs", "interrupts", "storage", "versions", "avoided_nodes"),
 )
-POINTER_FILE, PICKLE_FILE = "runs.json", "_dict_checkpoint.pkl"
-"""POINTER_FILE names the runs in a checkpoint of a study, by seed. PICKLE_FILE is what Ray would unpickle."""
+PICKLE_FILE = "_dict_checkpoint.pkl"
+"""What Ray would unpickle."""
 
 
 @contextmanager
@@ -84,8 +87,9 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         code: the texts of the files of plug-ins that the settings name, by file name.
         runs: run_id and seed of each run, and run_dir and checkpoint_dir if they are not in the trial's folder.
         interrupts: paths of files. Once one of them exists, training stops after the current step.
-        storage: URI of the folder for checkpoints of `trainer.save_freq`. Without it, they stay on the node.
-        checkpoints: URIs of checkpoints of an earlier experiment, newest first, from which the run continues.
+        storage: URI of a folder to which checkpoints are uploaded while the run goes on, those of `trainer.save_freq`
+            too, and from which a run of the same name continues, on any node and in another experiment, too. Without
+            it, checkpoints stay on the node, or where Tune copies them.
         versions: versions of the driver, by package, for a trial on a cluster. If its node has other ones, lacks the
             model or a package, or does not see the study's folder, the failure is one of the node.
         avoided_nodes: Ray's ids of the nodes on which the trial is not placed.
@@ -93,7 +97,8 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
     A result has the columns of the run's row. Since schedulers and searchers compare every result, columns that a step
     has not measured keep their last value (or `base_<column>` before the first, or else NaN). `carried` names these
     columns. `note` has events since the last result. `saved` is whether a checkpoint of this step is on the run's disk,
-    and `finished` whether the run has ended by itself. `done` is also True if Tune ends the trial. With a list of
+    `uploaded` the folder below `storage` of a checkpoint that was uploaded since the last result, or empty, and
+    `finished` whether the run has ended by itself. `done` is also True if Tune ends the trial. With a list of
     seeds, a result has the means over the runs, `rows` by run_id, and `failed` with the reason of each run that failed
     while others could continue.
 
@@ -110,6 +115,7 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
     config_class: type[BaseRunConfig] = RunConfig
 
     training: "TrainingLoop | None" = None
+    _uploads: Uploads | None = None
 
     @classmethod
     def make_config(cls, config: Mapping[str, Any]) -> BaseRunConfig:
@@ -147,6 +153,8 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         self._last_values: dict[str, Any] = {}
         self._last_rows: dict[str, dict[str, Any]] = {}  # by run_id
         self._is_restored = self._has_failed = self._has_saved_for_drain = False
+        self._notes: list[str] = []  # a list, since the thread of the uploads appends to it
+        self._uploaded_version: tuple[int, int] = (0, 0)
         os.environ[MARK_ENV] = self._runs[0]["run_dir"]
         if ray.is_initialized():  # a trial may also be constructed without Ray
             take_gpus(ray.get_gpu_ids(), os.environ)
@@ -185,14 +193,13 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             if not self._has_saved_for_drain and self._is_node_draining():
                 self._has_saved_for_drain = True
                 self.begin().write_states()
-                report = replace(
-                    report, is_saved=True, note=f"{report.note}; the node is drained, so a state is saved".lstrip("; ")
-                )
-            self._upload_saved_checkpoints()
+                self._notes.append("the node is drained, so a state is saved")
+                report = replace(report, is_saved=True)
+            uploaded = self._upload(waits=False)
             if not self._has_seed_list and report.failures:
                 (words,) = report.failures.values()
                 return self._make_failure_result(Failure(NON_FINITE, words, is_retried=False))
-            return self._make_result(report)
+            return {**self._make_result(report), "uploaded": uploaded}
         except Exception as error:
             # Read from disk, since the error may have occurred before the runs were loaded.
             has_rows = any(read_rows(Path(run["run_dir"]) / METRICS_FILE) for run in self._runs)
@@ -226,21 +233,24 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             from trainable.runs.training import TrainingLoop
 
             family: TrainerFamily = resolve_name(self.family)
-        self.training, notes = None, list[str]()
-        # Continue the first usable checkpoint of an earlier experiment, newest first.
-        for uri in () if self._is_restored else self._options.get("checkpoints", ()):
+        self.training, retry = None, self._make_retry(settings)
+        if (uri := self._options.get("storage")) is not None:
+            self._uploads = retry(partial(Uploads, uri, self.trial_name, retry))
+        # Continue the first usable checkpoint in the storage, newest first, unless the one on this disk is newer.
+        uploads, local_step = self._uploads, self._find_newest_state()
+        for stored in () if uploads is None or self._is_restored else reversed(uploads.earlier_checkpoints):
+            if max(stored.steps.values()) < local_step:
+                break
             try:
-                with tune.Checkpoint(uri).as_directory() as folder:
-                    self._copy_runs(Path(folder), allows_other_seeds=False)
+                retry(partial(self._fetch, stored.folder))
                 self.training = TrainingLoop(family, settings, self._runs, self._options, must_continue=True)
                 break
             except CheckpointError as error:
-                notes.append(f"{uri} is not used: {error}")
+                self._notes.append(f"{stored.folder} is not used: {error}")
         if self.training is None:
             self.training = TrainingLoop(
                 family, settings, self._runs, self._options, self._is_restored, self._is_restored
             )
-        self.training.notes[:0] = notes
         if not self._has_seed_list:
             (run,) = self.training.runs.values()
             for row in run.rows:
@@ -275,20 +285,21 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
     def _make_result(self, report: "StepReport") -> dict[str, Any]:
         """Make the result that Tune records. Its `training_iteration` counts steps of the runs across restarts."""
         self._last_rows |= report.rows
+        num_notes = len(self._notes)
+        notes = self._notes[:num_notes]
+        del self._notes[:num_notes]
         rows = [row for run_id, row in self._last_rows.items() if run_id not in report.failures]
         row = _average_rows(rows) if self._has_seed_list else next(iter(report.rows.values()), {})
         result = {
             **self._complete_row({**row, **{name: None for name in self._last_values if name not in row}}),
             "training_iteration": report.step_count,
-            "note": report.note,
+            "note": "; ".join(filter(None, [*notes, report.note])),
             "saved": report.is_saved,
             "finished": report.is_over,
             "done": report.is_over,
         }
         if self._has_seed_list:
             result |= {"step": report.last_step, "rows": report.rows, "failed": report.failures}
-        if self._options.get("storage") is not None:
-            result[SHOULD_CHECKPOINT] = report.is_saved
         return result
 
     def _complete_row(self, row: Mapping[str, Any], failure: Failure | None = None) -> dict[str, Any]:
@@ -311,36 +322,82 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         row |= {"training_iteration": self.iteration + 1, "note": "", "saved": False}
         return {**row, "finished": True, "done": True}
 
-    def _upload_saved_checkpoints(self) -> None:
-        """Move the checkpoints of trainer.save_freq to the storage of the study, if it has one."""
-        uri = self._options.get("storage")
-        for run in self._runs if uri is not None else ():
-            for folder in sorted(Path(run["checkpoint_dir"]).glob("global_step_*")):
-                filesystem, path = FileSystem.from_uri(uri)
-                target = f"{path}/runs/{run['run_id']}/{folder.name}"
-                filesystem.create_dir(target)
-                # Threads can make uploads to S3 hang (https://github.com/apache/arrow/issues/32372).
-                copy_files(str(folder), target, destination_filesystem=filesystem, use_threads=False)
-                shutil.rmtree(folder)
+    def _make_retry(self, settings: BaseRunConfig) -> Callable[[Callable[[], T]], T]:
+        """Make a function that calls an operation on the storage, and repeats it while the storage does not answer."""
+        patience = settings.trainer.disk_patience
+        return lambda operation: call_with_retry(operation, patience, self._notes.append, place="the storage")
+
+    def _fetch(self, folder: str) -> None:
+        """Replace the lines and states of the runs from a checkpoint in the storage."""
+        uploads = self._uploads
+        assert uploads is not None
+        with tune.Checkpoint(uploads.get_path(folder), uploads.filesystem).as_directory() as path:
+            self._copy_runs(Path(path), allows_other_seeds=False)
+
+    def _find_newest_state(self) -> int:
+        """Find the newest step of which a run has a rolling checkpoint on this disk, or 0."""
+        names = (name for run in self._runs for name in list_states(Path(run["run_dir"])))
+        return max((int(name.removeprefix("step_")) for name in names), default=0)
+
+    def _upload(self, *, waits: bool) -> str:
+        """Upload the newest states beside the next steps; return the folder of a checkpoint whose upload has ended.
+
+        One upload begins when the previous one has ended, so a slow storage has fewer checkpoints. waits: whether to
+        upload the current lines, too, and to wait for the end. The folder is relative to `storage`.
+        """
+        uploads, folder = self._uploads, ""
+        if uploads is None:
+            return folder
+        if uploads.finish(waits=waits):
+            folder = uploads.folder
+        if uploads.is_pending:
+            return folder
+        saved_folders = {
+            path: f"runs/{run['run_id']}/{path.name}"
+            for run in self._runs
+            for path in sorted(Path(run["checkpoint_dir"]).glob("global_step_*"))
+        }
+        row_files = [Path(run["run_dir"], METRICS_FILE) for run in self._runs]
+        version = self._find_newest_state(), sum(path.stat().st_size for path in row_files if path.exists())
+        has_new_state, snapshot = version[0] != self._uploaded_version[0], Path(self.logdir, "upload")
+        if has_new_state or (waits and version != self._uploaded_version):
+            shutil.rmtree(snapshot, ignore_errors=True)
+            self._copy_runs_to(snapshot)
+            self._uploaded_version = version
+            uploads.begin(snapshot, saved_folders)
+        elif saved_folders:
+            uploads.begin(None, saved_folders)
+        if waits and uploads.finish(waits=True):
+            folder = uploads.folder
+        return folder and f"{self.trial_name}/{folder}"
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Write what is needed to continue on any node: the lines and the newest state of each run, by seed.
 
-        For runs of a study on this machine, the checkpoint only names their folders.
+        For runs of a study on this machine, the checkpoint only names their folders, and with a storage, only the
+        uploaded checkpoint.
         """
         if not self._has_failed:  # a failed run keeps the states before the failure
             self.begin().write_states()
-        if self._has_study_folder:
+        if self._options.get("storage") is not None:
+            self._upload(waits=True)
+            folder = {} if self._uploads is None else {POINTER_KEY: self._uploads.folder}
+            write_object(Path(checkpoint_dir, POINTER_FILE), folder)
+        elif self._has_study_folder:
             write_object(Path(checkpoint_dir, POINTER_FILE), {str(run["seed"]): run["run_id"] for run in self._runs})
-            return
+        else:
+            self._copy_runs_to(Path(checkpoint_dir))
+
+    def _copy_runs_to(self, folder: Path) -> None:
+        """Copy the lines, and the newest and the best state, of each run to a folder, by seed."""
         if self.training is not None:
             for run in self.training.runs.values():
-                run.copy_to(Path(checkpoint_dir, str(run.seed)))
+                run.copy_to(folder / str(run.seed))
             return
         for entry in self._runs:  # a run that failed before it began keeps its earlier files
             source = Path(entry["run_dir"])
             if source.is_dir():
-                copy_run_files(source, Path(checkpoint_dir, str(entry["seed"])), list_states(source), links=True)
+                copy_run_files(source, folder / str(entry["seed"]), list_states(source), links=True)
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         """Continue from a checkpoint, possibly of a trial with other settings (population-based training)."""
@@ -370,6 +427,8 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         checkpoint = getattr(checkpoint_path, "checkpoint", checkpoint_path)
         if isinstance(checkpoint, str):
             checkpoint = tune.Checkpoint(checkpoint)
+        if checkpoint is not (stored := _follow_pointer(checkpoint)):
+            checkpoint = checkpoint_path = stored
         if checkpoint.filesystem.get_file_info(f"{checkpoint.path}/{PICKLE_FILE}").type != FileType.NotFound:
             raise CheckpointError(f"{checkpoint} has a pickle, {PICKLE_FILE}, which none of this project has.")
         super().restore(checkpoint_path)
@@ -386,7 +445,7 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         from trainable.runs.run import TrainerState
 
         family: TrainerFamily = resolve_name(cls.family)
-        with checkpoint.as_directory() as folder:
+        with _follow_pointer(checkpoint).as_directory() as folder:
             run_folders = _find_run_folders(Path(folder).absolute()).values()
             states_by_step = [dict(iter_checkpoints(run_folder / STATE_FOLDER)) for run_folder in run_folders]
             common_steps = set.intersection(*map(set, states_by_step)) if states_by_step else set()
@@ -410,10 +469,21 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         return True  # tells Ray that the process can be used again
 
     def cleanup(self) -> None:
-        """Close the runs."""
+        """Close the runs, and wait for the pending upload."""
         if self.training is not None:
             self.training.close()
             self.training = None
+        if self._uploads is not None:
+            self._uploads.close()
+            self._uploads = None
+
+
+def _follow_pointer(checkpoint: tune.Checkpoint) -> tune.Checkpoint:
+    """Find the checkpoint in the storage of a study that a checkpoint names; return any other checkpoint itself."""
+    with suppress(FileNotFoundError):
+        if path := read_pointer(checkpoint.filesystem, checkpoint.path):
+            return tune.Checkpoint(path, checkpoint.filesystem)
+    return checkpoint
 
 
 def _find_run_folders(checkpoint_dir: Path) -> dict[int, Path]:

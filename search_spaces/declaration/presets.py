@@ -49,8 +49,11 @@ _ADAPTER_SETTINGS: Settings = MappingProxyType(
     {"model.lora_rank": 64, "model.lora_alpha": 64, "actor.lr": 1e-5, "critic.lr": 1e-4}
 )
 
-# A checkpoint of the published model has 74 GB, which take a while to write, and a sweep has dozens of runs.
-_PAPER_SETTINGS: Settings = MappingProxyType({"trainer.keep_last": False, "trainer.async_checkpoints": True})
+# A checkpoint of the published model has 74 GB, which take a while to write, and a sweep has dozens of runs. A preempted
+# run loses at most five minutes.
+_PAPER_SETTINGS: Settings = MappingProxyType(
+    {"trainer.keep_last": False, "trainer.async_checkpoints": True, "trainer.resume_seconds": 300}
+)
 
 PRESETS: dict[str, Preset] = {
     "paper": Preset(_PAPER_SETTINGS, n_seeds=3, uses_gpus=True, small_gpu_settings=_ADAPTER_SETTINGS),

@@ -138,30 +138,34 @@ def call_with_retry(
     patience: float,
     notify: Callable[[str], None],
     should_stop: Callable[[], bool] = lambda: False,
+    place: str = "",
 ) -> T:
     """Call `operation`, and retry for up to `patience` seconds while the disk is full. Return its result.
 
     `operation` must be safe to repeat after a partial failure. notify: called with a message when waiting begins, and
-    when an attempt succeeds afterwards. should_stop: called after each failed attempt; True gives up at once. Raises
-    the last OSError after `patience` seconds or if `should_stop` is true, and every other error immediately.
+    when an attempt succeeds afterwards. should_stop: called after each failed attempt; True gives up at once. place: name
+    of a storage, for which every OSError is retried but those of missing or forbidden files. Raises the last OSError
+    after `patience` seconds or if `should_stop` is true, and every other error immediately.
     """
+    wanted = place or "disk space"
     deadline, is_waiting = time.monotonic() + patience, False
     while True:
         try:
             result = operation()
         except OSError as error:
             # A user who presses Ctrl-C does not want to wait any longer.
-            if not is_disk_full(error) or should_stop():
+            is_passing = is_disk_full(error) or (place and error.errno not in _ACCESS_ERRNOS)
+            if not is_passing or should_stop():
                 raise
             if time.monotonic() >= deadline:
-                error.add_note(f"Disk still full after {patience:g} s (trainer.disk_patience).")
+                error.add_note(f"Waited {patience:g} s for {wanted} (trainer.disk_patience).")
                 raise
             if not is_waiting:  # one message for the whole wait, not one per attempt
-                notify(f"waiting up to {patience:g} s for disk space: {error}")
+                notify(f"waiting up to {patience:g} s for {wanted}: {error}")
                 is_waiting = True
             # The deadline may have passed since the check, and `sleep` rejects negative numbers.
             time.sleep(min(_RETRY_INTERVAL_S, max(0.0, deadline - time.monotonic())))
         else:
             if is_waiting:
-                notify("disk space is available again")
+                notify(f"{wanted} is available again")
             return result

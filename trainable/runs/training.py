@@ -132,9 +132,7 @@ class TrainingLoop:
         self._read_clock, self._longest_step_seconds, self._longest_write_seconds = read_clock, 0.0, 0.0
         self.stop_rules: tuple[str, ...] = tuple(options.get("stop_rules", ()))
         self._interrupt_paths = tuple(map(Path, options.get("interrupts", ())))
-        # Only language models have the setting. With a storage, Tune copies states between two steps, so none may be
-        # pending.
-        has_writer = getattr(settings.trainer, "async_checkpoints", False) and options.get("storage") is None
+        has_writer = getattr(settings.trainer, "async_checkpoints", False)  # only language models have the setting
         self._writer = ThreadPoolExecutor(1) if has_writer else None
         self._pending_write: Future[None] | None = None
         self.notes: list[str] = []

@@ -1,8 +1,8 @@
 """Keep a study in a storage: a bucket or a shared folder.
 
-Ray Tune keeps the experiment and the checkpoints of the runs there (<run_id>/checkpoint_<N>, with the lines and the
-state of the run). The driver adds the files of results/<run>: study.json, runs/<run_id>/, tables, report, and logs/. It
-copies the rows of the newest checkpoints to its own folder, and makes all other files from them.
+Ray Tune keeps the experiment there, and the runs upload their checkpoints to the folders of its trials (see
+`trainable.uploads`). The driver adds the files of results/<run>: study.json, runs/<run_id>/, tables, report, and logs/.
+It copies the rows of the newest checkpoints to its own folder, and makes all other files from them.
 """
 
 import getpass
@@ -11,7 +11,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,8 +25,8 @@ from trainable.files.json_values import format_object, parse_json
 from trainable.files.paths import atomic_write, check_tree, read_bytes
 from trainable.runs.run_files import CHECKSUMS_FILE, LINE_FILES, PROBES_FILE, STATE_FOLDER
 from trainable.runs.study_record import RUN_FILE, STATUS_FILE, STUDY_FILE
+from trainable.uploads import OBJECT_STORES, STORED_CHECKPOINT, list_stored_checkpoints, read_pointer
 from tune_study.plan.errors import PlanError
-from tune_study.plan.storage_uri import join_uri, split_uri
 from tune_study.plan.study_plan import RunSpec, StudyPlan, find_output
 
 DRIVER_FILE = "driver.json"
@@ -38,14 +38,9 @@ SYNC_SECONDS = 20.0
 """Seconds between copies of rows and statuses."""
 GONE_SECONDS = 90.0
 """A driver that has copied nothing for this many seconds counts as gone."""
-_OBJECT_STORES = ("s3", "gcs", "abfs")
-"""pyarrow's names of filesystems where a file appears only when its upload is complete."""
 _PROBE_NAME = "tune_study-was-here"
 """Name of the test file of `check_storage`. Users may see it if it cannot be removed."""
-_CHECKPOINT = re.compile(
-    rf"(?P<folder>checkpoint_\d+)/(?P<seed>\d+)/{STATE_FOLDER}/step_(?P<step>\d+)/{re.escape(CHECKSUMS_FILE)}"
-)
-_SAVED_CHECKPOINT = re.compile(rf"(?P<folder>global_step_(?P<step>\d+))/{re.escape(CHECKSUMS_FILE)}")
+_SAVED_CHECKPOINT = re.compile(rf"(?P<folder>runs/[^/]+/global_step_(?P<step>\d+))/{re.escape(CHECKSUMS_FILE)}")
 
 
 class StoredFolder:
@@ -60,12 +55,18 @@ class StoredFolder:
         if not self.path.strip("/"):
             raise PlanError(f"{uri} names no folder: type it like s3://bucket/folder, gs://bucket/folder or /shared.")
 
-    def list_files(self, name: str = "") -> dict[str, FileInfo]:
-        """List every file below the folder `name`, by its path relative to it, without hidden files."""
-        root = f"{self.path.rstrip('/')}/{name}".rstrip("/")
+    def list_files(self, *names: str) -> dict[str, FileInfo]:
+        """List every file below folders, by its path relative to this one, without hidden files.
+
+        names: paths of the folders, or of single files; without them, everything is listed.
+        """
+        root = self.path.rstrip("/")
+        paths = [f"{root}/{name}" for name in names] or [root]
         if isinstance(self.filesystem, LocalFileSystem):  # a shared folder, in which pyarrow would follow links
-            check_tree(Path(self.path), trees=[Path(root)])
-        entries = self.filesystem.get_file_info(FileSelector(root, recursive=True, allow_not_found=True))
+            check_tree(Path(self.path), trees=map(Path, paths))
+        entries = self.filesystem.get_file_info(paths)
+        for path in (entry.path for entry in tuple(entries) if entry.type != FileType.File):
+            entries += self.filesystem.get_file_info(FileSelector(path, recursive=True, allow_not_found=True))
         files = {entry.path[len(root) + 1 :]: entry for entry in entries if entry.type == FileType.File}
         # Our hidden files are incomplete, because `put` writes to a hidden name first.
         return {path: entry for path, entry in files.items() if not re.search(r"(^|/)\.", path)}
@@ -85,7 +86,7 @@ class StoredFolder:
         """Write a file, which always has either the previous content or all of the new one."""
         target = f"{self.path}/{name}"
         folder, _, file_name = target.rpartition("/")
-        is_object_store = self.filesystem.type_name in _OBJECT_STORES
+        is_object_store = self.filesystem.type_name in OBJECT_STORES
         if not is_object_store:
             self.filesystem.create_dir(folder, recursive=True)
         written = target if is_object_store else f"{folder}/.{file_name}.{uuid4().hex[:8]}.part"
@@ -133,7 +134,7 @@ def fetch_study(uri: str, target: Path, names: str = RESULT_NAMES) -> None:
     """
     folder = StoredFolder(uri)
     with _explain_errors(uri):
-        for name, info in folder.list_files().items():
+        for name, info in folder.list_files(STUDY_FILE, "runs", "logs").items():
             path = target / name
             if name.startswith("logs/"):
                 path = find_output(target, PurePosixPath(folder.path).name) / name
@@ -157,34 +158,19 @@ def find_driver(uri: str) -> str:
     return ""
 
 
-def _list_steps(folder: StoredFolder, trial_name: str) -> dict[str, dict[int, int]]:
-    """Find, by checkpoint of a trial and by seed, the newest step whose state has its checksums."""
-    steps: dict[str, dict[int, int]] = {}
-    for name in folder.list_files(trial_name):
-        if match := _CHECKPOINT.fullmatch(name):
-            by_seed, seed = steps.setdefault(match["folder"], {}), int(match["seed"])
-            by_seed[seed] = max(int(match["step"]), by_seed.get(seed, 0))
-    return steps
-
-
-def list_trial_checkpoints(uri: str, trial_name: str) -> list[str]:
-    """List the URIs of Tune's checkpoints of a trial, newest first. Raises PlanError if the storage cannot be read."""
-    with _explain_errors(uri):
-        steps = _list_steps(StoredFolder(uri), trial_name)
-    names = sorted(steps, key=lambda name: (max(steps[name].values()), name), reverse=True)
-    return [join_uri(uri, f"{trial_name}/{name}") for name in names]
-
-
 def list_checkpoints(uri: str, spec: RunSpec, trial_name: str) -> dict[int, str]:
-    """List the checkpoints of a run of the study at `uri`: by step, the folder relative to the study's."""
+    """List the checkpoints of a run of the study at `uri`: by step, the folder relative to the study's.
+
+    Raises PlanError if the storage cannot be read.
+    """
     folder, checkpoints = StoredFolder(uri), dict[int, str]()
     with _explain_errors(uri):
-        for name, steps in _list_steps(folder, trial_name).items():
-            if (step := steps.get(spec.seed)) is not None:
-                checkpoints[step] = f"{trial_name}/{name}/{spec.seed}/{STATE_FOLDER}/step_{step}"
+        for stored in list_stored_checkpoints(folder.filesystem, f"{folder.path}/{trial_name}"):
+            if stored.is_complete and (step := stored.steps.get(spec.seed)):
+                checkpoints[step] = f"{trial_name}/{stored.folder}/{spec.seed}/{STATE_FOLDER}/step_{step}"
         for name in folder.list_files(f"runs/{spec.run_id}"):
             if match := _SAVED_CHECKPOINT.fullmatch(name):
-                checkpoints[int(match["step"])] = f"runs/{spec.run_id}/{match['folder']}"
+                checkpoints[int(match["step"])] = match["folder"]
     return checkpoints
 
 
@@ -209,7 +195,7 @@ class StoredStudy:
         self._folder = StoredFolder(self.uri)
         # By name in the storage: inode, size and modification time of the local file when it was last copied.
         self._pushed_stats: dict[str, tuple[int, int, int]] = {}
-        self._new_checkpoints: dict[str, str] = {}  # by run_id: the folder of the run in its newest checkpoint
+        self._new_checkpoints: dict[str, tuple[str, int]] = {}  # by run_id: the newest checkpoint, and the run's seed
         # The sync thread and Tune's callbacks both copy. Two locks, since an upload must not keep callbacks waiting.
         self._pull_lock, self._push_lock = threading.Lock(), threading.Lock()
 
@@ -250,37 +236,31 @@ class StoredStudy:
                 self.pull()
                 self.push()
 
-    def follow(self, options: dict[str, Any], path: str) -> None:
-        """Take the rows of a trial from its new checkpoint at the next `pull`.
+    def follow(self, runs: Iterable[Mapping[str, Any]], path: str) -> None:
+        """Take the rows of a trial from a checkpoint at the next `pull`.
 
-        Checkpoints of earlier starts are removed once this one is at least as new for all their seeds. options: the
-        entry `run` of the trial's config. path: the folder of the checkpoint.
+        runs: the entry `runs` of the trial's config. path: of the folder of a checkpoint, relative to the study's, or
+        of a checkpoint of Tune, which names one.
         """
-        for run in options["runs"]:
-            self._new_checkpoints[run["run_id"]] = f"{path}/{run['seed']}"
-        if not options["checkpoints"]:
-            return
-        with suppress(OSError):  # old checkpoints only take space
-            trial_name, _, name = path.removeprefix(f"{self._folder.path}/").rpartition("/")
-            steps = _list_steps(self._folder, trial_name)
-            for uri in list(options["checkpoints"]):
-                old_name = split_uri(uri)[1]
-                if all(steps.get(name, {}).get(seed, -1) >= step for seed, step in steps.get(old_name, {}).items()):
-                    self._folder.filesystem.delete_dir(f"{self._folder.path}/{trial_name}/{old_name}")
-                    options["checkpoints"].remove(uri)
+        for run in runs:
+            self._new_checkpoints[run["run_id"]] = path.removeprefix(f"{self._folder.path}/"), run["seed"]
 
     def pull(self) -> None:
         """Copy the lines of the newest followed checkpoints. Raises OSError if the storage cannot be read."""
         with self._pull_lock:
             for run_id in list(self._new_checkpoints):
-                path = self._new_checkpoints.pop(run_id)
-                run_dir, relative_path = self.plan.get_run_dir(run_id), path.removeprefix(f"{self._folder.path}/")
+                path, seed = self._new_checkpoints.pop(run_id)
+                run_dir = self.plan.get_run_dir(run_id)
                 try:
-                    for name in LINE_FILES:
+                    folder = path
+                    if not re.fullmatch(rf"[^/]+/{STORED_CHECKPOINT}", path):
+                        target = read_pointer(self._folder.filesystem, f"{self._folder.path}/{path}")
+                        folder = target.removeprefix(f"{self._folder.path}/")
+                    for name in LINE_FILES if folder else ():
                         with suppress(FileNotFoundError):
-                            self._folder.fetch(f"{relative_path}/{name}", run_dir / name)
+                            self._folder.fetch(f"{folder}/{seed}/{name}", run_dir / name)
                 except OSError:
-                    self._new_checkpoints.setdefault(run_id, path)  # unless a newer one came meanwhile
+                    self._new_checkpoints.setdefault(run_id, (path, seed))  # unless a newer one came meanwhile
                     raise
 
     def push(self) -> str:

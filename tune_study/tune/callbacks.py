@@ -26,7 +26,6 @@ from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import CENSORED, ENDED_STATUSES, StatusRecord
 from tune_study.folder.statuses import StudyStatuses, make_timestamp, write_summary
 from tune_study.host.interrupt import Interrupt
-from tune_study.plan.storage_uri import split_uri
 from tune_study.plan.study_plan import RunSpec
 from tune_study.tune.cluster import find_usable_nodes, parse_nodes
 from tune_study.tune.progress import format_step
@@ -109,10 +108,12 @@ class Recorder(StatelessCallback):
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
         """Record the rows of a step and the decisions of stop rules, which are in `result`."""
-        # `note` and `saved` are messages to the driver, and a stopper has already read `saved`. Both are removed, so
-        # that they do not become columns of Tune's progress.csv or of the W&B run.
-        note = result.pop("note", "")
+        # Messages to the driver, of which a stopper has already read `saved`. They are removed, so that they do not
+        # become columns of Tune's progress.csv or of the W&B run.
+        note, uploaded = result.pop("note", ""), result.pop("uploaded", "")
         result.pop("saved", None)
+        if self._storage is not None and uploaded:
+            self._storage.follow(trial.config["run"]["runs"], uploaded)
         if self._wandb is not None:  # first, since W&B runs are not opened again after their end
             self._wandb.send_rows(split_rows_by_run(trial.config, result))
         for run_id in list_run_ids(trial.config) if note else ():
@@ -134,9 +135,9 @@ class Recorder(StatelessCallback):
             self._fail_runs(trial, Failure(kind, result["failure"], False, result.get("failure_trace", "")))
 
     def on_checkpoint(self, iteration: int, trials: list[Any], trial: Any, checkpoint: Any, **info: Any) -> None:
-        """Follow the checkpoint that Tune has stored."""
+        """Follow the checkpoint that Tune has stored, which names the last one that the trial has uploaded."""
         if self._storage is not None:
-            self._storage.follow(trial.config["run"], checkpoint.path)
+            self._storage.follow(trial.config["run"]["runs"], checkpoint.path)
 
     def _fetch_rows(self) -> None:
         """Fetch rows from the storage before the last one tells how a run ended."""
@@ -401,18 +402,11 @@ class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyp
             self._recorder.avoided_nodes.add(node_id)
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-        """Prepare a trial to start, or to start again: choose the nodes, and number its checkpoints.
-
-        The numbers begin after those that an earlier start left in its folder. Tune begins at 0, and would write into
-        them.
-        """
+        """Choose the nodes for a trial that starts, or starts again."""
         super().on_trial_add(tune_controller, trial)
         if self._recorder.avoided_nodes:
             trial.config["run"]["avoided_nodes"] = sorted(self._recorder.avoided_nodes)
             trial.update_resources(trial.get_trainable_cls().default_resource_request(trial.config))
-        uris = trial.config["run"].get("checkpoints", ())
-        numbers = [int(split_uri(uri)[1].removeprefix("checkpoint_")) for uri in uris]
-        trial.storage.current_checkpoint_index = max(numbers, default=-1)
 
     def choose_trial_to_run(self, tune_controller: Any, **kwargs: Any) -> Any:
         """Choose the next trial to start, or None (see ray.tune.schedulers.TrialScheduler)."""

@@ -313,8 +313,7 @@ def make_run_options(session: StudySession, recorder: "Recorder") -> dict[str, A
         ),
         "callbacks": [SilentReporter(), recorder, disk_space],
         "failure_config": tune.FailureConfig(max_failures=-1),  # the Recorder limits failures without progress
-        # On this machine a run writes its state once, into its folder, and Tune's checkpoint names that folder. With a
-        # storage, a run asks for a checkpoint whenever its state is on the disk of its node.
+        # A run writes its state once, into its folder on this machine, or uploads it. Tune's checkpoint only names it.
         "checkpoint_config": tune.CheckpointConfig(num_to_keep=MAX_ROLLING_CHECKPOINTS, checkpoint_at_end=True),
         "verbose": 0,  # `Progress` prints instead
     }

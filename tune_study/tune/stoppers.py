@@ -5,7 +5,6 @@ from types import MappingProxyType
 from typing import Any
 
 from ray import tune
-from ray.tune.result import SHOULD_CHECKPOINT
 
 from search_spaces.declaration.study import Study
 from trainable.config.run_config import apply_overrides
@@ -109,8 +108,8 @@ def make_interrupt_stopper(interrupt: Interrupt) -> tune.stopper.FunctionStopper
     """
 
     def ends_trial(trial_id: str, result: dict[str, Any]) -> bool:
-        # A Trainable ends at once if it does not report `saved`, or if Tune takes a last checkpoint.
-        is_saved = bool(result.get("saved", True)) or SHOULD_CHECKPOINT in result
+        # A Trainable ends at once if it does not report `saved`. With a storage, it uploads its state when it ends.
+        is_saved = bool(result.get("saved", True)) or "uploaded" in result
         if not interrupt.is_requested:
             arm = str(result.get("config", {}).get("run", {}).get("arm", ""))
             return is_saved and interrupt.is_arm_requested(arm)

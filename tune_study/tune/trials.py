@@ -72,14 +72,8 @@ def make_trial_config(plan: StudyPlan, specs: Sequence[RunSpec], interrupt: Inte
         ]
         place: dict[str, Any] = {"runs": runs, "interrupts": list(map(str, interrupts))}
     else:
-        from tune_study.folder.storage import list_trial_checkpoints  # imports pyarrow's file systems
-
-        # The runs are in the folder of the trial on its node, and Tune copies their checkpoints to the storage.
-        place = {
-            "runs": [{"run_id": spec.run_id, "seed": spec.seed} for spec in specs],
-            "storage": plan.study_uri,
-            "checkpoints": list_trial_checkpoints(plan.study_uri, plan.get_trial_name(first_spec)),
-        }
+        # The runs are in the folder of the trial on its node, and upload their checkpoints to the storage.
+        place = {"runs": [{"run_id": spec.run_id, "seed": spec.seed} for spec in specs], "storage": plan.study_uri}
     return {
         # The first run stands for all: runs of an arm differ only in their seed.
         **find_changed_settings(first_spec.config),

@@ -56,7 +56,7 @@ def test_without_patience_a_writer_fails_at_once_and_names_the_setting() -> None
     messages: list[str] = []
     with pytest.raises(OSError, match="No space left") as raised:
         call_with_retry(make_failing_writer(9, OSError(errno.ENOSPC, "No space left")), 0, messages.append)
-    assert raised.value.__notes__ == ["Disk still full after 0 s (trainer.disk_patience)."]
+    assert raised.value.__notes__ == ["Waited 0 s for disk space (trainer.disk_patience)."]
     assert messages == []
 
 
@@ -68,11 +68,22 @@ def test_an_interruption_ends_the_waiting() -> None:
         )
 
 
-def test_an_error_that_waiting_cannot_fix_is_raised_at_once() -> None:
+def test_a_storage_that_does_not_answer_is_waited_for() -> None:
+    messages: list[str] = []
+    write = make_failing_writer(2, OSError("AWS Error NETWORK_CONNECTION"))
+    assert call_with_retry(write, 60, messages.append, place="the storage") == "written"
+    assert messages == [
+        "waiting up to 60 s for the storage: AWS Error NETWORK_CONNECTION",
+        "the storage is available again",
+    ]
+
+
+@pytest.mark.parametrize("place", ["", "the storage"])
+def test_an_error_that_waiting_cannot_fix_is_raised_at_once(place: str) -> None:
     messages: list[str] = []
     for error in (PermissionError(errno.EACCES, "x"), ValueError("x")):
         with pytest.raises(type(error)):
-            call_with_retry(make_failing_writer(1, error), 60, messages.append)
+            call_with_retry(make_failing_writer(1, error), 60, messages.append, place=place)
     assert messages == []
 
 

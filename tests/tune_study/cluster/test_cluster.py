@@ -31,11 +31,11 @@ from trainable.runs.study_record import StatusRecord, read_record
 from tune_study.commands.cli import app
 from tune_study.commands.node_checks import NodeReport, check_capacity, find_smallest_gpu, inspect_node
 from tune_study.folder import run_checkpoints
-from tune_study.folder.storage import StoredFolder, fetch_checkpoint, fetch_study, list_trial_checkpoints
+from tune_study.folder.storage import StoredFolder, fetch_checkpoint, fetch_study, list_checkpoints
 from tune_study.folder.study_file import plan_from_folder
 from tune_study.placement.resources import TORCH_SETTINGS
 from tune_study.plan.errors import PlanError
-from tune_study.plan.storage_uri import join_uri, split_uri
+from tune_study.plan.storage_uri import join_uri
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.cluster import Node, allocate_cluster, count_fitting_runs, join_cluster, parse_nodes
 
@@ -125,9 +125,7 @@ def check_same_results(plan: StudyPlan, local_plan: StudyPlan, storage: str, fol
             for run_dir in run_dirs
         ]
         assert levels[0] == levels[1]
-        (checkpoint_uri, *_) = list_trial_checkpoints(uri, spec.run_id)
-        name = f"{spec.run_id}/{split_uri(checkpoint_uri)[1]}/{spec.seed}/state/step_2"
-        fetch_checkpoint(uri, name, folder / f"{spec.run_id}-state")
+        fetch_checkpoint(uri, list_checkpoints(uri, spec, spec.run_id)[2], folder / f"{spec.run_id}-state")
         states = folder / f"{spec.run_id}-state", run_dirs[1] / "state" / "step_2"
         tensors = [read_checkpoint(path)[0] for path in states]
         assert tensors[0].keys() == tensors[1].keys()

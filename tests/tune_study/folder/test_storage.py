@@ -24,6 +24,7 @@ from tests.tune_study.plan.test_storage_uri import SECRET_PLACES
 from trainable.files.json_values import read_object
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import StatusRecord, find_record, read_record, write_record
+from trainable.uploads import POINTER_FILE
 from tune_study.folder import locate, outputs, storage
 from tune_study.folder.storage import DRIVER_FILE, StoredFolder, StoredStudy
 from tune_study.placement import disk
@@ -89,10 +90,10 @@ def store_rows(plan: StudyPlan, study: StoredStudy, steps: int) -> None:
     path.parent.mkdir()
     for step in range(1, steps + 1):
         append_record(path, {"step": step, "run_id": run_id})
-    folder.put(f"{run_id}/checkpoint_000000/0/{METRICS_FILE}", path.read_bytes())
-    study.follow(
-        {"runs": [{"run_id": run_id, "seed": 0}], "checkpoints": []}, f"{folder.path}/{run_id}/checkpoint_000000"
-    )
+    checkpoint = "start_1_01234567/checkpoint_000001"
+    folder.put(f"{run_id}/{checkpoint}/0/{METRICS_FILE}", path.read_bytes())
+    folder.put(f"{run_id}/checkpoint_000000/{POINTER_FILE}", json.dumps({"folder": checkpoint}).encode())
+    study.follow([{"run_id": run_id, "seed": 0}], f"{folder.path}/{run_id}/checkpoint_000000")
 
 
 def start_study(plan: StudyPlan, status: str = "running") -> None:
@@ -156,32 +157,6 @@ def test_rows_come_and_go_with_the_statuses(uri: str, tmp_path: Path) -> None:
     assert study.push() == ""
     names = open_folder(plan).list_files()
     assert {f"runs/{run_id}/status.json", f"runs/{run_id}/{METRICS_FILE}", "study.json"} <= names.keys()
-
-
-def test_checkpoints_of_earlier_starts_are_removed_when_nothing_in_them_is_newer(uri: str, tmp_path: Path) -> None:
-    plan = make_plan_in(tmp_path / "a", uri)
-    run_id, folder = plan.runs[0].run_id, open_folder(plan)
-
-    def put(number: int, **steps: int) -> str:
-        for seed, step in steps.items():
-            folder.put(f"{run_id}/checkpoint_{number:06}/{seed[1:]}/state/step_{step}/checksums.json", b"{}")
-        return f"{folder.path}/{run_id}/checkpoint_{number:06}"
-
-    put(0, s0=3)
-    put(1, s0=4)
-    put(2, s1=9)  # of a run that has ended, and is in no later checkpoint of its trial
-    uris = storage.list_trial_checkpoints(plan.study_uri, run_id)
-    assert uris == [join_uri(plan.study_uri, f"{run_id}/checkpoint_{number:06}") for number in (2, 1, 0)]
-    assert storage.list_checkpoints(plan.study_uri, plan.runs[0], run_id) == {
-        step: f"{run_id}/checkpoint_{number:06}/0/state/step_{step}" for number, step in ((0, 3), (1, 4))
-    }
-    options = {"runs": [{"run_id": run_id, "seed": 0}], "checkpoints": uris}
-    StoredStudy(plan).follow(options, f"{folder.path}/{run_id}/checkpoint_000003")  # without a state, after a failure
-    assert len(uris) == 3
-    StoredStudy(plan).follow(options, put(4, s0=4))
-    left = {name.split("/")[1] for name in folder.list_files() if run_id in name}
-    assert left == {"checkpoint_000002", "checkpoint_000004"}
-    assert [uri.partition("?")[0][-1] for uri in uris] == ["2"]
 
 
 def test_what_was_not_copied_before_is_not_overwritten_by_what_is_stored(tmp_path: Path) -> None:
@@ -378,13 +353,13 @@ def test_an_interrupted_study_goes_on_elsewhere_to_the_rows_of_an_uninterrupted_
     )
     follow = StoredStudy.follow
 
-    def interrupt_at_the_fourth_checkpoint(study: StoredStudy, options: dict[str, Any], path: str) -> None:
-        follow(study, options, path)
-        if path.endswith("checkpoint_000003"):
+    def interrupt_at_the_second_checkpoint(study: StoredStudy, runs: list[dict[str, Any]], path: str) -> None:
+        follow(study, runs, path)
+        if path.endswith("checkpoint_000002"):
             signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StoredStudy, "follow", interrupt_at_the_fourth_checkpoint)
+        patch.setattr(StoredStudy, "follow", interrupt_at_the_second_checkpoint)
         code, text = run_here(plan)
     assert code == 130, text
     assert f"From another machine: python -m tune_study resume {shlex.quote(plan.study_uri)}" in text

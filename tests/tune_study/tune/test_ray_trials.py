@@ -301,23 +301,6 @@ def test_a_checkpoint_that_is_damaged_is_not_begun_again_in_silence(make_trial: 
     second.load_checkpoint(str(checkpoint))
     with pytest.raises(RunFailedError, match="The checkpoint cannot be continued"):
         second.step()
-    # Of several checkpoints of an earlier experiment, the next one is used, and without one it begins again.
-    result = make_trial("third", **SMALL, run={"checkpoints": [checkpoint.as_uri()]}).step()
-    assert result["step"] == 1
-    assert "is not used" in result["note"]
-
-
-def test_the_newest_usable_checkpoint_of_an_earlier_experiment_is_continued(make_trial: Any, tmp_path: Path) -> None:
-    trial = make_trial("first", **SMALL)
-    uris = []
-    for step in (1, 2):
-        trial.step()
-        uris.insert(0, save(trial, tmp_path / f"checkpoint_{step}"))
-    (tmp_path / "checkpoint_2" / "0" / "state" / "step_2" / "checksums.json").unlink()
-    second = make_trial("second", **SMALL, run={"checkpoints": uris})
-    result = second.step()
-    assert result["step"] == 2
-    assert "training continues after step 1" in result["note"]
 
 
 def test_a_checkpoint_of_a_study_names_the_folder_of_its_run(tmp_path: Path, make_trial: Any) -> None:
@@ -366,20 +349,6 @@ def test_the_seeds_of_a_toy_trial_are_in_one_checkpoint(make_toy: Any, tmp_path:
     third.cleanup()
     trainer = UpdateRules.from_checkpoint(tune.Checkpoint.from_directory(tmp_path / "checkpoint"))
     assert list(trainer.seeds) == [0, 1]
-
-
-def test_a_seed_that_joins_a_trial_does_not_continue_from_another_one(make_toy: Any, tmp_path: Path) -> None:
-    first = make_toy("first", [0])
-    while not first.step()["done"]:
-        pass
-    uri = save(first, tmp_path / "checkpoint")
-    for seeds in ([1], [1, 2]):
-        joined = make_toy(f"joined{seeds}", seeds, run={"checkpoints": [uri]})
-        result = joined.step()
-        assert (result["step"], result["finished"]) == (0, False)
-        assert "has no runs of the seeds 1" in result["note"]
-        assert {row["seed"] for row in result["rows"].values()} == set(seeds)
-    assert make_toy("again", [0], run={"checkpoints": [uri]}).step()["finished"]
 
 
 def test_a_failure_before_the_first_step_keeps_what_was_there(make_trial: Any, tmp_path: Path) -> None:

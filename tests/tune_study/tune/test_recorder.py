@@ -135,8 +135,8 @@ def test_the_rows_of_the_newest_checkpoint_are_fetched_before_an_end_is_recorded
     calls: list[object] = []
 
     class Storage:
-        def follow(self, options: dict[str, Any], path: str) -> None:
-            calls.append([run["run_id"] for run in options["runs"]] + [path])
+        def follow(self, runs: list[dict[str, Any]], path: str) -> None:
+            calls.append([run["run_id"] for run in runs] + [path])
 
         def pull(self) -> None:
             calls.append("pull")
@@ -144,11 +144,16 @@ def test_the_rows_of_the_newest_checkpoint_are_fetched_before_an_end_is_recorded
 
     recorder: Any = recorded_trial.recorder
     recorder._storage = Storage()
+    result = {"step": 1, "uploaded": "a/start_1_01234567/checkpoint_000001", "rows": {}}
+    recorder.on_trial_result(0, [], recorded_trial.trial, result)
+    assert "uploaded" not in result
+    recorder.on_trial_result(0, [], recorded_trial.trial, {"step": 1, "uploaded": "", "rows": {}})
     recorder.on_checkpoint(0, [], recorded_trial.trial, SimpleNamespace(path="a/checkpoint_000000"))
     for end in (recorder.on_trial_recover, recorder.on_trial_complete, recorder.on_trial_error):
         end(0, [], recorded_trial.trial)
     run_ids = [spec.run_id for spec in recorded_trial.plan.runs]
-    assert calls == [[*run_ids, "a/checkpoint_000000"], "pull", "pull", "pull"]
+    uploaded = [*run_ids, "a/start_1_01234567/checkpoint_000001"]
+    assert calls == [uploaded, [*run_ids, "a/checkpoint_000000"], "pull", "pull", "pull"]
 
 
 def test_wandb_is_told_of_rows_and_ends(recorded_trial: RecordedTrial) -> None:
