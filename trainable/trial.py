@@ -190,12 +190,13 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         """Train to the next rows, which are on disk before they are reported. Raises RunFailedError."""
         try:
             report = self.begin().step()
-            if not self._has_saved_for_drain and self._is_node_draining():
+            is_leaving = not self._has_saved_for_drain and self._is_node_draining()
+            if is_leaving:
                 self._has_saved_for_drain = True
                 self.begin().write_states()
                 self._notes.append("the node is drained, so a state is saved")
                 report = replace(report, is_saved=True)
-            uploaded = self._upload(waits=False)
+            uploaded = self._upload(waits=is_leaving)
             if not self._has_seed_list and report.failures:
                 (words,) = report.failures.values()
                 return self._make_failure_result(Failure(NON_FINITE, words, is_retried=False))

@@ -1,6 +1,7 @@
-"""A study on two Ray nodes in networks of their own, whose driver, worker and node are killed. The storage is S3."""
+"""A study on Ray nodes in networks of their own, which are killed, cut off, drained and added. The storage is S3."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,8 +25,9 @@ from tune_study.plan.study_plan import StudyPlan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-STEPS = 30
-HEAD, WORKER, S3_PORT, RAY_PORT = "10.77.0.1", "10.77.0.2", 9077, 6377
+STEPS = 70
+HEAD, WORKER, DRIVER, S3_PORT, RAY_PORT = "10.77.0.1", "10.77.0.2", "10.77.0.3", 9077, 6377
+CUT_S = 60
 SETTINGS = {
     **CPU_SETTINGS,
     "trainer.total_training_steps": str(STEPS),
@@ -60,16 +62,17 @@ asyncio.run(main())
 
 
 class Networks(NamedTuple):
-    """Names of the network namespaces of both nodes, and the environment of all processes in them."""
+    """Names of the network namespaces of three machines, and the environment of all processes in them."""
 
     head: str
     worker: str
+    driver: str
     environment: dict[str, str]
 
     def start(self, network: str, *words: str, **options: object) -> subprocess.Popen[bytes]:
         """Start a command in a network and in a process namespace of its own: its end is the end of all it started."""
         isolation = ["unshare", "--pid", "--mount-proc", "--fork", "--kill-child"]
-        if network == self.worker:  # with a temporary folder of its own, as on another machine
+        if network != self.head:  # with a temporary folder of its own, as on another machine
             isolation += ["sh", "-c", 'mount -t tmpfs tmpfs /tmp && exec "$@"', "sh"]
         command = ["ip", "netns", "exec", network, *isolation, *words]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -88,18 +91,24 @@ def may_make_networks() -> bool:
 def networks() -> Iterator[Networks]:
     if not may_make_networks():
         pytest.skip("this user may not make network namespaces")
-    head, worker = f"ts-head-{os.getpid()}", f"ts-work-{os.getpid()}"
-    made = Networks(head, worker, {**os.environ, **CREDENTIALS, **RAY_ENVIRONMENT})
+    head, worker, driver = (f"ts-{name}-{os.getpid()}" for name in ("head", "worker", "driver"))
+    # Without what a study in this process has set: its Ray listens on the loopback address only.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    made = Networks(head, worker, driver, {**environment, **CREDENTIALS, **RAY_ENVIRONMENT})
     with ExitStack() as stack:
-        for name in (head, worker):
+        for name in (head, worker, driver):
             run("ip", "netns", "add", name)
             stack.callback(run, "ip", "netns", "del", name)
             run("ip", "-n", name, "link", "set", "lo", "up")
-        run("ip", "link", "add", "ts-a", "netns", head, "type", "veth", "peer", "name", "ts-b", "netns", worker)
-        for name, device, address in ((head, "ts-a", HEAD), (worker, "ts-b", WORKER)):
+        run("ip", "-n", head, "link", "add", "switch", "type", "bridge")
+        for name in (worker, driver):
+            port = name.partition("-")[2]
+            run("ip", "link", "add", port, "netns", head, "type", "veth", "peer", "name", "cable", "netns", name)
+            run("ip", "-n", head, "link", "set", port, "master", "switch", "up")
+        for name, device, address in ((head, "switch", HEAD), (worker, "cable", WORKER), (driver, "cable", DRIVER)):
             run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", device)
             run("ip", "-n", name, "link", "set", device, "up")
-        for name, code in ((head, _SERVER), (worker, _FORWARDER)):
+        for name, code in ((head, _SERVER), (worker, _FORWARDER), (driver, _FORWARDER)):
             stack.enter_context(ending(made.start(name, sys.executable, "-c", code)))
         wait_in(
             made, head, f"FileSystem.from_uri('s3://shelf?{QUERY}&allow_bucket_creation=true')[0].create_dir('shelf')"
@@ -131,29 +140,50 @@ def ending(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]
         process.wait()
 
 
+RAY_PROGRAM = str(Path(sys.executable).with_name("ray"))
+RAY_START = (RAY_PROGRAM, "start", "--block", "--object-store-memory=150000000")
+
+
 @contextmanager
-def start_nodes(networks: Networks) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the head and the other node of a cluster, with one CPU each; yield the latter."""
-    ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=1"]
-    ray += ["--object-store-memory=150000000"]
+def start_head(networks: Networks, cpus: int) -> Iterator[None]:
+    """Start the head of a cluster."""
     # Not Ray's own folder: there, the address of this cluster would be that of every later `ray.init`.
     with tempfile.TemporaryDirectory(prefix="ts-", ignore_cleanup_errors=True) as folder:
-        head_words = ["--head", f"--port={RAY_PORT}", f"--node-ip-address={HEAD}", f"--temp-dir={folder}"]
-        with ending(networks.start(networks.head, *ray, *head_words, "--include-dashboard=false")):
+        words = [
+            "--head",
+            f"--num-cpus={cpus}",
+            f"--port={RAY_PORT}",
+            f"--node-ip-address={HEAD}",
+            f"--temp-dir={folder}",
+        ]
+        with ending(networks.start(networks.head, *RAY_START, *words, "--include-dashboard=false")):
             wait_for_nodes(networks, 1)
-            worker_words = [f"--address={HEAD}:{RAY_PORT}", f"--node-ip-address={WORKER}"]
-            with ending(networks.start(networks.worker, *ray, *worker_words)) as worker:
-                wait_for_nodes(networks, 2)
-                yield worker
+            yield
+
+
+@contextmanager
+def start_node(networks: Networks, network: str, address: str, cpus: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Start another node of the cluster and wait until it has joined."""
+    count = len(list_nodes(networks)) + 1
+    words = [f"--num-cpus={cpus}", f"--address={HEAD}:{RAY_PORT}", f"--node-ip-address={address}"]
+    with ending(networks.start(network, *RAY_START, *words)) as node:
+        wait_for_nodes(networks, count)
+        yield node
+
+
+def list_nodes(networks: Networks) -> list[list[str]]:
+    """List id and address of the nodes that Ray counts as alive."""
+    code = (
+        f"from ray._raylet import GcsClient\n"
+        f"for node in GcsClient(address='{HEAD}:{RAY_PORT}').get_all_node_info().values():\n"
+        f"    if node.state == 0: print(node.node_id.hex(), node.node_manager_address)"
+    )
+    output = networks.start(networks.head, sys.executable, "-c", code, stdout=subprocess.PIPE).communicate()[0]
+    return [line.split() for line in output.decode().splitlines()]
 
 
 def wait_for_nodes(networks: Networks, count: int) -> None:
-    code = (
-        f"from ray._raylet import GcsClient\n"
-        f"nodes = GcsClient(address='{HEAD}:{RAY_PORT}').get_all_node_info().values()\n"
-        f"assert sum(node.state == 0 for node in nodes) == {count}"
-    )
-    while networks.start(networks.head, sys.executable, "-c", code).wait():
+    while len(list_nodes(networks)) != count:
         time.sleep(0.2)
 
 
@@ -164,6 +194,18 @@ def type_in(networks: Networks, folder: Path, *words: str) -> subprocess.Popen[b
     command += ["--address", f"{HEAD}:{RAY_PORT}"]
     with (folder / "output").open("ab") as output:
         return subprocess.Popen(command, cwd=folder, env=networks.environment, stdout=output, stderr=output)
+
+
+def type_on_third_machine(networks: Networks, folder: Path, *words: str) -> subprocess.Popen[bytes]:
+    """Start a command of ours on the machine of the driver, beside a Ray node there without CPUs."""
+    folder.mkdir(exist_ok=True)
+    node = [*RAY_START, "--num-cpus=0", f"--address={HEAD}:{RAY_PORT}", f"--node-ip-address={DRIVER}"]
+    command = [sys.executable, "-m", "tune_study", *words, "--address", f"{HEAD}:{RAY_PORT}"]
+    wait = "until ls /tmp/*/ray_current_cluster 2> /dev/null; do sleep 0.2; done"
+    script = f"{shlex.join(node)} > /dev/null 2>&1 &\n{wait}\n{shlex.join(command)}"
+    with (folder / "output").open("ab") as output:
+        options = {"cwd": folder, "stdout": output, "stderr": output}
+        return networks.start(networks.driver, "sh", "-c", script, **options)
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +237,7 @@ def test_a_study_survives_the_kills_of_its_worker_its_driver_and_a_node(
     options = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
     uri = f"s3://shelf/two?{QUERY}"
     words = ["run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", "--seeds", "1", "--storage", uri, *options]
-    with start_nodes(networks) as worker:
+    with start_head(networks, cpus=1), start_node(networks, networks.worker, WORKER, cpus=1) as worker:
         first = type_in(networks, tmp_path / "first", *words)
         wait_for_step(networks, local_plan, 4, first)
         (process,) = find_trials(worker)
@@ -215,14 +257,61 @@ def test_a_study_survives_the_kills_of_its_worker_its_driver_and_a_node(
     assert "failed, retrying: process died" in (tmp_path / "first" / "output").read_text()
     assert "failed, retrying: process died" in (tmp_path / "second" / "output").read_text()
     assert "training continues after step" in output
+    check_rows(tmp_path / "second", local_plan)
+
+
+def check_rows(folder: Path, local_plan: StudyPlan) -> None:
     for spec in local_plan.runs:
-        run_dir = tmp_path / "second" / "results" / local_plan.run / "runs" / spec.run_id
+        run_dir = folder / "results" / local_plan.run / "runs" / spec.run_id
         status = read_record(StatusRecord, run_dir)
         assert status.status == "completed"
         rows, expected_rows = (
-            read_rows(folder / METRICS_FILE) for folder in (run_dir, local_plan.get_run_dir(spec.run_id))
+            read_rows(path / METRICS_FILE) for path in (run_dir, local_plan.get_run_dir(spec.run_id))
         )
         assert [drop_times(row) for row in rows] == [drop_times(row) for row in expected_rows]
+
+
+def test_a_study_on_a_third_machine_survives_a_cut_network_a_drained_node_and_uses_an_added_one(
+    networks: Networks, local_plan: StudyPlan, tmp_path: Path
+) -> None:
+    options = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
+    words = ["run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", "--seeds", "1", *options]
+    output = tmp_path / "third" / "output"
+
+    def wait_for(*texts: str) -> None:
+        while not all(text in output.read_text() for text in texts):
+            assert study.poll() is None, output.read_text()
+            time.sleep(0.2)
+
+    with start_head(networks, cpus=0), ExitStack() as stack:
+        words += ["--storage", f"s3://shelf/three?{QUERY}", "--wait-for-nodes"]
+        study = stack.enter_context(ending(type_on_third_machine(networks, tmp_path / "third", *words)))
+        wait_for("The study waits for one.")
+        worker = stack.enter_context(start_node(networks, networks.worker, WORKER, cpus=2))  # a node is added
+        wait_for("0.1 seed 0 step 5/", "0 seed 0 step 5/")
+        cut(networks, CUT_S)
+        while worker.poll() is None and "0.1 seed 0 step 10/" not in output.read_text():
+            time.sleep(0.2)
+        if worker.poll() is not None:  # Ray gives a node up that does not answer for some 50 seconds
+            worker = stack.enter_context(start_node(networks, networks.worker, WORKER, cpus=2))
+        wait_for("0.1 seed 0 step 35/", "0 seed 0 step 35/")
+        (node_id,) = [node_id for node_id, address in list_nodes(networks) if address == WORKER]
+        drain = ["drain-node", "--address", f"{HEAD}:{RAY_PORT}", "--node-id", node_id, "--reason-message", "a test"]
+        drain += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds", "60"]
+        assert networks.start(networks.head, RAY_PROGRAM, *drain).wait() == 0
+        wait_for("the node is drained")
+        worker.kill()
+        stack.enter_context(start_node(networks, networks.worker, WORKER, cpus=2))
+        assert study.wait(timeout=900) == 0, output.read_text()
+
+    check_rows(tmp_path / "third", local_plan)
+
+
+def cut(networks: Networks, seconds: float) -> None:
+    """Unplug the network of the worker for a while."""
+    for state in ("down", "up"):
+        run("ip", "-n", networks.worker, "link", "set", "cable", state)
+        time.sleep(seconds if state == "down" else 0)
 
 
 def find_trials(node: subprocess.Popen[bytes]) -> list[psutil.Process]:

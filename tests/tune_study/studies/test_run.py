@@ -154,10 +154,12 @@ def test_every_run_is_recorded_as_ended_with_its_files(outcome: Outcome) -> None
     from ray.tune import ExperimentAnalysis
 
     trials = ExperimentAnalysis(str(outcome.plan.folder)).trials
-    assert {trial.config["run"]["arm"]: trial.status for trial in trials} == dict.fromkeys(ARMS, "TERMINATED")
+    trial_statuses = {trial.config["run"]["arm"]: trial.status for trial in trials}
+    assert trial_statuses == dict.fromkeys(ARMS, "TERMINATED"), (trial_statuses, outcome.other_text)
     assert all(status.ended_at is not None for status in outcome.arms.values())
     for run in outcome.plan.runs:
-        assert list((outcome.plan.folder / run.run_id).glob("events.out.tfevents.*"))
+        files = list((outcome.plan.folder / run.run_id).iterdir())
+        assert [path for path in files if path.name.startswith("events.out.tfevents.")], (files, outcome.other_text)
     assert f"Report: {outcome.plan.folder / 'report.html'}" in outcome.text
     assert (outcome.plan.folder / "report.html").stat().st_size > 0
 
