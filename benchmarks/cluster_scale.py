@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -300,7 +300,8 @@ def main() -> None:
         parser.error("--runs and --nodes have different lengths: type as many numbers of nodes as of runs")
     prepare_environment(())
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    measured = [simulate(num_runs, num_nodes, args) for num_runs, num_nodes in zip(args.runs, args.nodes, strict=True)]
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # Ray prints a line per process that ends
+        measured = [simulate(*pair, args) for pair in zip(args.runs, args.nodes, strict=True)]
     print(json.dumps({"machine": describe(), "options": vars(args), "simulations": measured}, indent=2))
 
 

@@ -1,5 +1,7 @@
 """Check the requirements of studies of trees: a sandbox for code and its memory, the questions, and the judge."""
 
+from collections.abc import Iterator
+
 from sandboxes.trees.repl.judge import make_judge
 from sandboxes.trees.repl.papers import make_papers
 from sandboxes.trees.repl.process import find_obstacle
@@ -27,6 +29,14 @@ def check_papers(plan: StudyPlan) -> None:
             raise PlanError(f"{obstacle} Or type --set env.papers.score=char_f1, which needs no judge.")
 
 
+def describe_judge(plan: StudyPlan) -> Iterator[str]:
+    """Describe what is sent to the judge, if there is one."""
+    papers = plan.ppo_config.env.papers
+    if papers.score == "judge":
+        sent_text = f"Questions, passages, answers and the key in {papers.judge_key_variable}"
+        yield f"{sent_text} are sent to the judge at {papers.judge_url}."
+
+
 def explain_repl_shortage(plan: StudyPlan) -> str:
     """Explain why the REPLs of one tree cannot use all their memory here, and what to type; empty if they can."""
     available_mib = machine_checks.measure_available_memory() >> 20
@@ -47,4 +57,4 @@ def _list_tree_configs(plan: StudyPlan) -> list[RunConfig]:
     return [config for config in plan.ppo_configs if config.env.kind.has_trees]
 
 
-REQUIREMENTS = GameRequirements(check_papers, explain_repl_shortage)
+REQUIREMENTS = GameRequirements(check_papers, describe_judge, explain_repl_shortage)

@@ -49,8 +49,8 @@ _ADAPTER_SETTINGS: Settings = MappingProxyType(
     {"model.lora_rank": 64, "model.lora_alpha": 64, "actor.lr": 1e-5, "critic.lr": 1e-4}
 )
 
-# A checkpoint of the published model has 74 GB, which take a while to write, and a sweep has dozens of runs. A preempted
-# run loses at most five minutes.
+# A checkpoint of the published model has 74 GB, which take a while to write, and a sweep has dozens of runs. A run
+# whose node is taken away loses at most five minutes.
 _PAPER_SETTINGS: Settings = MappingProxyType(
     {"trainer.keep_last": False, "trainer.async_checkpoints": True, "trainer.resume_seconds": 300}
 )

@@ -91,7 +91,7 @@ def test_vllm_loads_an_exported_policy(policy: Policy, tmp_path: Path) -> None:
     folder = tmp_path / "exported"
     folder.mkdir()
     write_weights(policy, folder, "auto")
-    write_tokenizer(policy, folder)
+    write_tokenizer(policy, folder, "full")
     sampler = VllmSampler(folder, SETTINGS)
     try:
         np.testing.assert_allclose(sampler.compute_logprobs([row])[0], logprobs.numpy(), atol=1e-5)

@@ -62,3 +62,5 @@ MAX_TENSORS_FILE_BYTES = 2**30
 """Maximum bytes of tensors per file of a checkpoint, unless a single tensor is larger."""
 MAX_DEFAULT_THREADS = 4
 """Maximum CPU threads per GPU of a run if `trainer.num_threads` is null."""
+DATA_SUFFIXES = (".jsonl", ".parquet")
+"""Suffixes of data files."""

@@ -45,6 +45,23 @@ class CountdownConfig(SettingsSection):
     max_number: int = Field(99, ge=9, le=999, description="largest number of a problem")
 
 
+class DatasetConfig(SettingsSection):
+    """Dataset: the rows of a file, and how a reply is scored."""
+
+    file: Annotated[LocalPath | None, ParseNull, Outside("file")] = None
+    """a .jsonl or .parquet file of prompts with answers (docs/games.md)"""
+    digest: Annotated[str | None, ParseNull] = None
+    """beginning of the SHA-256 of the file, which `--env FILE` sets; null: not checked"""
+    prompt: str = Field("prompt", description="field of a row with the prompt: a text, or a list of messages")
+    answer: str = Field("answer", description="field of a row with the answer")
+    score: Literal["exact", "number", "regex", "format"] = "exact"
+    """what is right: the answer but for blanks; its last number; a match of the answer as a regular expression; or any
+    answer that pattern finds"""
+    pattern: Annotated[str | None, ParseNull] = None
+    """regular expression for the answer in a reply: the first group of its last match; null: the whole reply"""
+    instructions: str = Field("You are a helpful assistant.", description="the system message")
+
+
 class PapersConfig(SettingsSection):
     """Papers: questions about documents, which a tree of rollouts answers in Python REPLs, as in rlm_grpo."""
 
@@ -121,6 +138,19 @@ GAMES: Mapping[str, Game] = MappingProxyType(
                     "critic.lr": 1e-5,
                 }
             },
+        ),
+        "dataset": Game(
+            "trainable.envs.games.dataset:DataSet",
+            DatasetConfig,
+            requirements="tune_study.placement.data_files:REQUIREMENTS",
+            settings={
+                "env.max_turn": 1,
+                "env.max_actions_per_turn": 1,
+                "env.max_actions_per_traj": 1,
+                "model.prompt_style": "plain",
+                "collapse_detection.multi_turn_enabled": False,
+            },
+            presets={"laptop": {"model.path": "Qwen/Qwen2.5-0.5B-Instruct", "rollout.response_length": 200}},
         ),
         # A tree has a single reward, at its root, so GRPO assigns the credit. Thoughts have no tags.
         "papers": Game(

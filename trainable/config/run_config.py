@@ -101,7 +101,7 @@ class RunConfig(BaseRunConfig):
         shipped_model = SHIPPED_MODELS.get(self.model.path)
         if shipped_model is None:
             return self
-        if self.model.prompt_style == "full":
+        if self.model.prompt_style != "compact":
             raise ValueError(
                 f"model.path={self.model.path} knows the compact prompt only: use the laptop preset, or set "
                 "model.prompt_style=compact"
@@ -425,6 +425,12 @@ def list_field_names(section: type[BaseModel] = RunConfig) -> tuple[str, ...]:
 
 
 @cache
+def _list_text_settings(section: type[BaseModel]) -> frozenset[str]:
+    """List the settings that are texts, which may begin with a bracket."""
+    return frozenset(name for name, field in iter_fields(section) if field.annotation in (str, str | None))
+
+
+@cache
 def list_outside_settings(section: type[BaseModel], *kinds: OutsideKind) -> tuple[str, ...]:
     """List the dotted settings that name something outside of a study's folder, of these kinds (of all, if none)."""
     return tuple(
@@ -512,13 +518,13 @@ def apply_overrides(config: C, overrides: Mapping[str, object]) -> C:
     0.01
     """
     # Replace all values before checking any, since two settings may be valid only together.
-    settings = config.model_dump()
+    settings, text_names = config.model_dump(), _list_text_settings(type(config))
     for key, value in overrides.items():
         *sections, name = resolve_key(key, type(config)).split(".")
         section_settings = settings
         for section in sections:
             section_settings = section_settings[section]
-        section_settings[name] = _parse_list(value)
+        section_settings[name] = value if ".".join([*sections, name]) in text_names else _parse_list(value)
     try:
         changed_config = type(config).model_validate(settings)
     except ValidationError as error:

@@ -26,6 +26,7 @@ from trainable.config.games import (
     GAMES,
     OWN_GAME,
     CountdownConfig,
+    DatasetConfig,
     FrozenLakeConfig,
     Game,
     MastermindConfig,
@@ -129,6 +130,7 @@ class EnvConfig(SettingsSection):
     frozenlake: FrozenLakeConfig = FrozenLakeConfig()
     mastermind: MastermindConfig = MastermindConfig()
     countdown: CountdownConfig = CountdownConfig()
+    dataset: DatasetConfig = DatasetConfig()
     papers: PapersConfig = PapersConfig()
 
     @property

@@ -44,8 +44,9 @@ class Outside:
 
 KLKind = Literal[(*KL_KINDS, EXACT_KL, *(f"{kind}+" for kind in KL_KINDS))]  # type: ignore[valid-type]
 """A KL estimator from sampled tokens, the exact KL, or (with `+`) an estimator's value with the gradient of k2."""
-PromptStyle = Literal["full", "compact"]
-"""full: a prompt in plain language for any model. compact: only the words that a shipped tiny policy knows."""
+PromptStyle = Literal["full", "compact", "plain"]
+"""full: a prompt in plain language for any model. compact: only the words that a shipped tiny policy knows. plain: the
+state and nothing else, and the whole reply is the action, without tags: for data sets."""
 LossAggMode = Literal[LOSS_AGG_MODES]  # type: ignore[valid-type]
 
 

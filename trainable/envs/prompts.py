@@ -1,7 +1,7 @@
-"""Prompts of a game in two styles, chat formats, and the parser of replies.
+"""Prompts of a game in three styles, chat formats, and the parser of replies.
 
 The text between messages comes from the model's chat format. A turn's text ends with `<think>`, the forced start of
-the reply. Only sampled tokens are trained; all other text is context.
+the reply, except in the plain style. Only sampled tokens are trained; all other text is context.
 
 Departures from the published code, which rebuilds conversations from text: replies stay in the conversation as sampled
 (there: re-rendered without surplus actions), and training sees the same text as sampling (there: the warning after an
@@ -96,6 +96,17 @@ def parse_reply(text: str, max_actions: int, read_action: Callable[[str], str | 
     return ParsedReply(thought, actions, len(actions) < len(words) or not actions)
 
 
+def parse_plain_reply(text: str, max_actions: int, read_action: Callable[[str], str | None]) -> ParsedReply:
+    """Parse a reply of the plain style: all of it is one action. It is invalid if `read_action` rejects it."""
+    action = read_action(text)
+    return ParsedReply("", () if action is None else (action,), action is None)
+
+
+def get_reply_start(style: PromptStyle) -> str:
+    """Return the forced start of each reply, which follows the prompt."""
+    return "" if style == "plain" else START_OF_THOUGHT
+
+
 def _strip_tags(text: str) -> str:
     if "<" in text:
         for tag in _TAGS:
@@ -108,23 +119,26 @@ class PromptTemplate:
     """A prompt style with its limits filled in.
 
     format_first_turn(observation): the text before the first reply. format_next_turn(observation): the text between a
-    reply's end marker and the next reply.
+    reply's end marker and the next reply. parse(text, max_actions, read_action): parses a reply.
     """
 
     format_first_turn: Callable[[Observation], str]
     format_next_turn: Callable[[Observation], str]
     end_marker: str
+    parse: Callable[[str, int, Callable[[str], str | None]], ParsedReply] = parse_reply
 
 
 def make_prompt_template(
     environment: Environment[Any], style: PromptStyle, max_actions: int, chat: ChatFormat = CHATML
 ) -> PromptTemplate:
     """Make the prompt template of a game for a style and a chat format."""
-    is_compact = style == "compact"
+    is_compact, reply_start = style == "compact", get_reply_start(style)
     system = environment.title if is_compact else environment.format_instructions(max_actions)
 
     def format_turn(observation: Observation) -> str:
         state = environment.format_state(observation.state, style)
+        if style == "plain":
+            return state
         if is_compact:
             return f"{format_turn_header(observation.turn)}{state}\n{format_actions_left(observation.actions_left)}"
         warning = "Your last answer held no valid action; the state has not changed.\n"
@@ -136,11 +150,12 @@ def make_prompt_template(
         )
 
     return PromptTemplate(
-        lambda observation: chat.format_first_turn(system, format_turn(observation)) + START_OF_THOUGHT,
+        lambda observation: chat.format_first_turn(system, format_turn(observation)) + reply_start,
         lambda observation: (
-            chat.format_next_turn(format_reward(observation.last_reward) + format_turn(observation)) + START_OF_THOUGHT
+            chat.format_next_turn(format_reward(observation.last_reward) + format_turn(observation)) + reply_start
         ),
         chat.end_marker,
+        parse_plain_reply if style == "plain" else parse_reply,
     )
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from trainable.backend.torch_backend import select_below
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
-from trainable.envs.prompts import START_OF_THOUGHT, ChatFormat
+from trainable.config.setting_types import PromptStyle
+from trainable.envs.prompts import ChatFormat, get_reply_start
 from trainable.models.load import Policy, check_fingerprint, compute_fingerprint, load_policy
 from trainable.models.lora import iter_hub_weights, make_adapted_policy, make_frozen_base
 from trainable.runs.checkpoint import read_checkpoint
@@ -75,14 +76,14 @@ def write_weights(policy: Policy, folder: Path, dtype: str) -> None:
     (folder / "config.json").write_text(config_text, encoding="utf-8")
 
 
-def write_tokenizer(policy: Policy, folder: Path) -> None:
+def write_tokenizer(policy: Policy, folder: Path, style: PromptStyle) -> None:
     """Write the base model's tokenizer with the chat template of the training, and its other files but the weights."""
     for path in sorted({path for pattern in _COPIED_FILES for path in policy.folder.glob(pattern)}):
         shutil.copyfile(path, folder / path.name)
     # A file of its own would be read instead by newer versions of transformers, and by older ones not at all.
     path = folder / "tokenizer_config.json"
     tokenizer_config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    tokenizer_config["chat_template"] = format_chat_template(policy.chat_format)
+    tokenizer_config["chat_template"] = format_chat_template(policy.chat_format, get_reply_start(style))
     path.write_text(json.dumps(tokenizer_config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -100,9 +101,9 @@ _CHAT_TEMPLATE = """\
 """A Jinja template that renders a conversation as it was trained on. Replies follow `thought`, and may repeat it."""
 
 
-def format_chat_template(chat: ChatFormat) -> str:
-    """Fill the texts of a chat format into `_CHAT_TEMPLATE`."""
-    values = {**asdict(chat), "thought": START_OF_THOUGHT}
+def format_chat_template(chat: ChatFormat, thought: str) -> str:
+    """Fill the texts of a chat format into `_CHAT_TEMPLATE`. thought: the forced start of replies."""
+    values = {**asdict(chat), "thought": thought}
     return (
         "".join(f"{{%- set {name} = {json.dumps(value, ensure_ascii=False)} -%}}" for name, value in values.items())
         + _CHAT_TEMPLATE

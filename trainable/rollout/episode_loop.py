@@ -13,7 +13,7 @@ import numpy as np
 from trainable.config.run_config import RunConfig
 from trainable.envs.environment import Environment, Level, PlayedTurn, RewardFunction, State, TurnLimits
 from trainable.envs.games.make import get_turn_limits, make_environment, make_reward_function
-from trainable.envs.prompts import Observation, PromptTemplate, make_prompt_template, parse_reply
+from trainable.envs.prompts import Observation, PromptTemplate, make_prompt_template
 from trainable.files.step_phase import STEP_PHASE
 from trainable.models.codec import Codec
 from trainable.models.load import Policy
@@ -168,7 +168,8 @@ class TurnPlayer:
         """Parse replies, execute their valid actions (also of invalid replies), and record the outcomes in `states`."""
         limits, environment = self.limits, self.environment
         texts = self.codec.decode([reply.token_ids for reply in replies])
-        parsed_replies = [parse_reply(text, limits.actions_per_turn, environment.read_action) for text in texts]
+        parse = self.template.parse
+        parsed_replies = [parse(text, limits.actions_per_turn, environment.read_action) for text in texts]
         # A reply may have more actions than the episode has left.
         actions = [
             parsed.actions[: limits.actions - state.actions]

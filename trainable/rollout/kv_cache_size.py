@@ -6,11 +6,12 @@ from trainable.models.qwen2_shape import PassShape
 BLOCK_TOKENS = 16
 """Tokens per block of vLLM's cache on a GPU. A conversation takes whole blocks."""
 
-TURN_TOKENS = {"full": 320, "compact": 16}
+TURN_TOKENS = {"full": 320, "compact": 16, "plain": 320}
 """Maximum tokens of the game's messages per turn, by prompt style.
 
 full: the published limit of 3600 tokens per conversation leaves (3600 - 5 x 400) / 5 per turn, for 5 turns with
-replies of 400. compact: 1 to 1.5 times the longest prompt of the laptop preset, which a test checks.
+replies of 400. plain: the same, though a row of a data set may have more. compact: 1 to 1.5 times the longest prompt of
+the laptop preset, which a test checks.
 """
 
 

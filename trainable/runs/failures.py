@@ -143,9 +143,9 @@ def call_with_retry(
     """Call `operation`, and retry for up to `patience` seconds while the disk is full. Return its result.
 
     `operation` must be safe to repeat after a partial failure. notify: called with a message when waiting begins, and
-    when an attempt succeeds afterwards. should_stop: called after each failed attempt; True gives up at once. place: name
-    of a storage, for which every OSError is retried but those of missing or forbidden files. Raises the last OSError
-    after `patience` seconds or if `should_stop` is true, and every other error immediately.
+    when an attempt succeeds afterwards. should_stop: called after each failed attempt; True gives up at once.
+    place: the name of a storage, for which every OSError is retried but those of missing or forbidden files. Raises the
+    last OSError after `patience` seconds or if `should_stop` is true, and every other error immediately.
     """
     wanted = place or "disk space"
     deadline, is_waiting = time.monotonic() + patience, False

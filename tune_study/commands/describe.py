@@ -29,6 +29,7 @@ from tune_study.host.gpus import Gpu
 from tune_study.placement import memory_plan, time_estimate
 from tune_study.placement.disk import DiskBudget, format_disk_line
 from tune_study.placement.memory_plan import MemoryPlan
+from tune_study.placement.resources import load_game_requirements
 from tune_study.plan.own_study import list_resume_options
 from tune_study.plan.remarks import find_remarks
 from tune_study.plan.search import describe_space
@@ -143,19 +144,14 @@ def _describe_search(plan: StudyPlan) -> Iterator[str]:
 
 
 def _describe_game(plan: StudyPlan) -> Iterator[str]:
-    """Describe what success means in the study's game, and where the answers are sent.
-
-    If the game is the axis, the game of the base configuration is described.
-    """
+    """Describe what success means in the game of the base configuration, what games read, and what they send."""
     if not plan.study.family.games:
         return
     from trainable.envs.games.make import describe_success_range  # imports NumPy
 
-    env = plan.ppo_config.env
-    yield describe_success_range(env)
-    if env.kind.has_trees and env.papers.score == "judge":
-        sent_text = f"Questions, passages, answers and the key in {env.papers.judge_key_variable}"
-        yield f"{sent_text} are sent to the judge at {env.papers.judge_url}."
+    yield describe_success_range(plan.ppo_config.env)
+    for game in load_game_requirements(plan):
+        yield from game.describe(plan)
 
 
 def describe_signal(plan: StudyPlan) -> Iterator[str]:

@@ -15,6 +15,7 @@ from typer import Option
 from search_spaces.catalog import STUDIES, SUITES
 from search_spaces.declaration.study import Study
 from trainable.config.command_lines import format_command
+from trainable.config.constants import DATA_SUFFIXES
 from trainable.config.own_parts import PART_FORM, parse_part_name
 from trainable.config.run_config import ConfigError, list_field_names
 from trainable.config.setting_types import flatten_settings, format_value
@@ -406,11 +407,13 @@ def _collect_game_settings(study: Study, game: str | None, preset: str) -> dict[
         return {}
     if not games:
         raise PlanError(f"--env does not belong to study {study.name}, which plays no game: leave it out.")
+    if Path(game).suffix in DATA_SUFFIXES:
+        return _collect_data_settings(study, game, preset)
     is_own_game = parse_part_name(game) is not None
     if game not in games and not is_own_game:
         raise PlanError(
-            f"--env {format_value(game)} is not a game: type one of {', '.join(games)}, or a game of yours as "
-            f"{PART_FORM}."
+            f"--env {format_value(game)} is not a game: type one of {', '.join(games)}, a data set of prompts and "
+            f"answers ({' or '.join(DATA_SUFFIXES)}), or a game of yours as {PART_FORM}."
         )
     if study.game and game != study.game:
         raise PlanError(
@@ -419,6 +422,19 @@ def _collect_game_settings(study: Study, game: str | None, preset: str) -> dict[
     if is_own_game:
         return {**load_game_settings(game), "env.name": game}
     return study.family.make_game_settings(game, preset)
+
+
+def _collect_data_settings(study: Study, path: str, preset: str) -> dict[str, object]:
+    """Collect the settings of a data set: those of its game, its file, and the digest of the file."""
+    from trainable.envs.games.dataset import compute_digest  # imports NumPy and pyarrow
+
+    file = Path(path).expanduser().absolute()
+    try:
+        digest = compute_digest(file)
+    except ValueError as error:
+        raise PlanError(f"--env {format_value(path, 1000)}: {error}") from None
+    settings = _collect_game_settings(study, "dataset", preset)
+    return {**settings, "env.dataset.file": str(file), "env.dataset.digest": digest}
 
 
 def parse_axis_values(study: Study, request: RunRequest) -> tuple[str, ...] | None:

@@ -38,7 +38,9 @@ class GameRequirements(NamedTuple):
 
     check: Callable[[StudyPlan], None]
     """Raise PlanError if a study of the game cannot be run."""
-    explain_shortage: Callable[[StudyPlan], str]
+    describe: Callable[[StudyPlan], Iterable[str]]
+    """Describe what the game reads and where it sends something, for the plan."""
+    explain_shortage: Callable[[StudyPlan], str] = lambda plan: ""
     """Explain why the game does not fit on this machine, and what to type; empty if it fits."""
 
 

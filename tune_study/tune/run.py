@@ -175,6 +175,10 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
     from tune_study.tune.callbacks import Recorder  # imports Ray, which reads the environment prepared above
 
     plan, rungs, problem = session.plan, None, ""
+    if plan.storage is not None:
+        # Tune copies the files of all trials with its state, which no study is resumed from. By default it does so
+        # nearly all the time: with 1,000 runs, gigabytes per copy (docs/cluster.md).
+        os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "600")
     if plan.search is not None and plan.search.grace_steps is not None:
         rungs = Rungs(plan, plan.study.family.is_higher_better, session.finished_statuses)
     recorder = Recorder(session, statuses, rungs)

@@ -163,7 +163,7 @@ class FilePapers(_Papers):
 
 
 def make_papers(settings: PapersConfig) -> GeneratedPapers | FilePapers:
-    """Read the questions of a file, or generate them. QuestionFileError, or ValueError if the file is too short."""
+    """Read the questions of a file, or generate them. DataFileError, or ValueError if the file is too short."""
     if settings.file is None:
         return GeneratedPapers(settings.num_papers, settings.num_sentences)
     return FilePapers(tuple(read_questions(Path(settings.file))))

@@ -1,23 +1,14 @@
 """Questions about documents: read the rows of a data file, checking each field."""
 
-import itertools
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from trainable.files.data_rows import DataFileError, read_data_rows
 from trainable.files.json_values import parse_json
-
-SUFFIXES = (".jsonl", ".parquet")
-
-
-class QuestionFileError(ValueError):
-    """A data file has no valid questions; the message names the file, the row and the field."""
 
 
 @dataclass(frozen=True)
@@ -140,50 +131,21 @@ class _QuestionRow(_Fields):
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Read the questions of a .jsonl or .parquet file. QuestionFileError that names file, row and field.
+    """Read the questions of a .jsonl or .parquet file. DataFileError that names file, row and field.
 
     docs/tree_grpo.md has the fields of a row; others are ignored. Source: rlm_grpo of deepakvijaykee/rl-experiments.
     """
     questions: list[Question] = []
-    for place, content in _list_rows(path):
+    for place, content in read_data_rows(path):
         try:
             questions.append(_QuestionRow.model_validate(_drop_missing(content)).make_question())
         except ValidationError as error:
-            raise QuestionFileError(f"{path}, {place}: {_describe(error)}.") from None
+            raise DataFileError(f"{path}, {place}: {_describe(error)}.") from None
         except ValueError as error:
-            raise QuestionFileError(f"{path}, {place}: {error}.") from None
+            raise DataFileError(f"{path}, {place}: {error}.") from None
     if not questions:
-        raise QuestionFileError(f"{path} has no row: each row is a question with its papers and evidence.")
+        raise DataFileError(f"{path} has no row: each row is a question with its papers and evidence.")
     return questions
-
-
-def _list_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a file with their places, such as `line 3`."""
-    if path.suffix not in SUFFIXES:
-        raise QuestionFileError(f"{path}: a file of questions ends in {' or '.join(SUFFIXES)}.")
-    try:
-        if path.suffix == ".parquet":
-            # Group by group, so that a large file does not become Python objects all at once.
-            with pq.ParquetFile(path) as file:
-                batches = (batch.to_pylist(maps_as_pydicts="strict") for batch in file.iter_batches(batch_size=256))
-                for number, row in enumerate(itertools.chain.from_iterable(batches), start=1):
-                    yield f"row {number}", row
-        else:
-            with path.open("rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    if line.strip():
-                        yield f"line {number}", _parse_line(path, number, line)
-    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
-        raise QuestionFileError(f"{path} cannot be read: {error}") from None
-
-
-def _parse_line(path: Path, number: int, line: bytes) -> Any:
-    try:
-        return parse_json(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise QuestionFileError(f"{path}, line {number} is no JSON ({error}).") from None
-    except ValueError as error:
-        raise QuestionFileError(f"{path}, line {number}: {error}.") from None
 
 
 def _drop_missing(value: Any) -> Any:

@@ -141,6 +141,12 @@ ALTERNATIVES: Mapping[str, Settings] = {
     "trainer.gradient_analysis_sketch": {"trainer.gradient_analysis_sketch": 256},
     "rollout.gpu_memory_utilization": {"rollout.gpu_memory_utilization": 0.5},
     "rollout.kv_cache_gib": {"rollout.kv_cache_gib": 1},
+    "env.dataset.file": {"env.dataset.file": "questions.jsonl"},
+    "env.dataset.prompt": {"env.dataset.prompt": "question"},
+    "env.dataset.answer": {"env.dataset.answer": "solution"},
+    "env.dataset.instructions": {"env.dataset.instructions": "Answer."},
+    "env.dataset.digest": {"env.dataset.digest": "0123456789abcdef"},
+    "env.dataset.pattern": {"env.dataset.pattern": "[0-9]+"},
     "env.papers.max_children": {"env.papers.max_children": 0},
     "env.papers.max_children_per_call": {"env.papers.max_children_per_call": 1},
     "env.papers.observation_chars": {"env.papers.observation_chars": 16},
@@ -184,7 +190,7 @@ UNSEEN_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
 """As UNSEEN, for settings that only another base reads."""
 COUNTS: Mapping[str, int] = {
     "read": 66,
-    "not read": 63,
+    "not read": 70,
     "execution": 22,
     MEMORY: 3,
     "names a file of the user": 2,

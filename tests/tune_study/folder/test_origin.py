@@ -29,6 +29,12 @@ CODE = "a name of the package, or a file of the user, which is executed only if 
 SETTINGS = {
     "model.path": "model",
     "model.reference_path": "model",
+    "env.dataset.file": "file",
+    "env.dataset.digest": "compared with the digest of the file",
+    "env.dataset.prompt": "the name of a field",
+    "env.dataset.answer": "the name of a field",
+    "env.dataset.pattern": "a regular expression, which is searched in replies",
+    "env.dataset.instructions": "a text that the policy reads",
     "env.papers.file": "file",
     "env.papers.judge_url": "host",
     "env.papers.judge_key_variable": "variable",

@@ -13,8 +13,8 @@ from analysis.data.schemas import get_family
 from search_spaces.catalog import STUDIES
 from search_spaces.declaration.study import Axis
 from trainable.config.run_config import RunConfig
-from trainable.config.setting_types import format_value
-from trainable.envs.prompts import START_OF_THOUGHT, ChatFormat
+from trainable.config.setting_types import PromptStyle, format_value
+from trainable.envs.prompts import ChatFormat, get_reply_start
 from trainable.export.policy import DTYPES, load_trained_policy, write_tokenizer, write_weights
 from trainable.families import Settings
 from trainable.files.paths import check_path
@@ -131,7 +131,7 @@ def export(console: Console, target: RunCheckpoint, folder: Path, dtype: str, *,
                 write_adapters(policy.model, config.model, staging)
             else:
                 write_weights(policy, staging, dtype)
-            write_tokenizer(policy, staging)
+            write_tokenizer(policy, staging, target.plan.ppo_config.model.prompt_style)
             (staging / "README.md").write_text(card, encoding="utf-8")
             if folder.exists():
                 folder.rmdir()  # empty, see above
@@ -175,7 +175,8 @@ def _format_example(plan: StudyPlan, spec: RunSpec, chat: ChatFormat) -> str:
     """Format the first recorded prompt of a run, and how to make it; empty if none is recorded in turns."""
     turns = (episode.turns[0] for episode in read_episodes(plan.get_run_dir(spec.run_id)) if episode.turns)
     turn = next(turns, None)
-    opening = None if turn is None else split_first_turn(chat, turn.observation)
+    style = spec.ppo_config.model.prompt_style
+    opening = None if turn is None else split_first_turn(chat, turn.observation, style)
     if turn is None or opening is None:
         return ""
     messages = [{"role": role, "content": content} for role, content in zip(("system", "user"), opening, strict=True)]
@@ -187,9 +188,9 @@ def _format_example(plan: StudyPlan, spec: RunSpec, chat: ChatFormat) -> str:
     )
 
 
-def split_first_turn(chat: ChatFormat, text: str) -> tuple[str, str] | None:
+def split_first_turn(chat: ChatFormat, text: str, style: PromptStyle) -> tuple[str, str] | None:
     """Split the first prompt of an episode into its system and user message; None if it has another form."""
-    end = chat.reply_prefix + START_OF_THOUGHT
+    end = chat.reply_prefix + get_reply_start(style)
     is_whole = text.startswith(chat.system_prefix) and text.endswith(end)
     system, separator, user = text[len(chat.system_prefix) : len(text) - len(end)].partition(chat.first_user_prefix)
     return (system, user) if is_whole and separator else None

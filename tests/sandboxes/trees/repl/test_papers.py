@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from sandboxes.trees.repl.char_f1 import compute_char_f1
 from sandboxes.trees.repl.papers import FilePapers, GeneratedPapers, make_papers, make_question
-from sandboxes.trees.repl.questions import Question, QuestionFileError
+from sandboxes.trees.repl.questions import Question
 from tests.strategies.algo import examples
 from trainable.config.games import PapersConfig
 from trainable.envs.level_sets import collect_level_keys, make_training_levels, make_validation_levels
+from trainable.files.data_rows import DataFileError
 
 
 @examples
@@ -82,7 +83,7 @@ def test_the_setting_selects_a_file(tmp_path: Path) -> None:
         f"Who {number}?" for number in range(20)
     }
     assert make_papers(PapersConfig(num_papers=2)).make_levels([0])[0].question == make_question(0, 2, 4)
-    with pytest.raises(QuestionFileError, match="cannot be read"):
+    with pytest.raises(DataFileError, match="cannot be read"):
         make_papers(PapersConfig(file=str(tmp_path / "nothing.jsonl")))
 
 

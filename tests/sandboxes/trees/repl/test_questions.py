@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sandboxes.trees.repl.questions import Question, QuestionFileError, read_questions
+from sandboxes.trees.repl.questions import Question, read_questions
+from trainable.files.data_rows import DataFileError
 
 PAPERS = [
     {"paperId": "p1", "text": "One two.", "title": "A title", "abstract": "Short."},
@@ -111,23 +112,23 @@ def test_rows_keep_their_order(tmp_path: Path) -> None:
 )
 def test_a_wrong_row_is_named_with_its_field(tmp_path: Path, row: object, message: str) -> None:
     path = write_lines(tmp_path / "a.jsonl", ROW, row)
-    with pytest.raises(QuestionFileError) as caught:
+    with pytest.raises(DataFileError) as caught:
         read_questions(path)
     assert str(caught.value).startswith(f"{path}, line 2: {message}")
 
 
 def test_a_wrong_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(QuestionFileError, match=r"a.txt: a file of questions ends in .jsonl or .parquet"):
+    with pytest.raises(DataFileError, match=r"a.txt: a data file ends in .jsonl or .parquet"):
         read_questions(tmp_path / "a.txt")
-    with pytest.raises(QuestionFileError, match="cannot be read"):
+    with pytest.raises(DataFileError, match="cannot be read"):
         read_questions(tmp_path / "a.jsonl")
     (tmp_path / "a.parquet").write_bytes(b"no parquet")
-    with pytest.raises(QuestionFileError, match="cannot be read"):
+    with pytest.raises(DataFileError, match="cannot be read"):
         read_questions(tmp_path / "a.parquet")
     for content, message in ((b"{", "line 1 is no JSON"), (b"\xff\n", "line 1 is no JSON"), (b"", "has no row")):
         (tmp_path / "b.jsonl").write_bytes(content)
-        with pytest.raises(QuestionFileError, match=message):
+        with pytest.raises(DataFileError, match=message):
             read_questions(tmp_path / "b.jsonl")
     (tmp_path / "b.jsonl").write_text("[" * 100_000)
-    with pytest.raises(QuestionFileError, match="line 1: brackets are nested too deeply"):
+    with pytest.raises(DataFileError, match="line 1: brackets are nested too deeply"):
         read_questions(tmp_path / "b.jsonl")

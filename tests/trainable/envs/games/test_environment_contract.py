@@ -1,8 +1,11 @@
 """What every environment promises, for every game: pure functions, any subset of episodes, canonical actions."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from tests.fakes.data_files import write_sums
 from trainable.config.games import GAMES
 from trainable.config.sections import EnvConfig
 from trainable.envs.environment import FIRST_TEST_SEED, Environment
@@ -14,19 +17,26 @@ WORDS = {
     "frozenlake": ("Up", "Down", "Left", "Right"),
     "mastermind": ("AAA", "ABC", "DDB", "ACC"),
     "countdown": ("1+2", "(3-4)*5", "7"),
+    "dataset": ("7", "12", "305"),
 }
 EPISODES, TURN_ACTIONS = 24, 2
 
 
 @pytest.fixture(params=list(WORDS))
-def environment(request: pytest.FixtureRequest) -> Environment:
-    return make_environment(EnvConfig(name=request.param))
+def environment(request: pytest.FixtureRequest, tmp_path: Path) -> Environment:
+    return make_environment(make_env_config(request.param, tmp_path))
 
 
-def test_every_game_can_be_made_and_has_its_section() -> None:
+def make_env_config(name: str, folder: Path) -> EnvConfig:
+    file = write_sums(folder / "sums.jsonl")
+    dataset = {"file": str(file), "pattern": "[0-9]+", "instructions": "Example: <answer>7</answer>"}
+    return EnvConfig.model_validate({"name": name, "dataset": dataset})
+
+
+def test_every_game_can_be_made_and_has_its_section(tmp_path: Path) -> None:
     assert {name for name, game in GAMES.items() if not game.has_trees} == set(WORDS)
     for name in WORDS:
-        assert make_environment(EnvConfig(name=name)).name == name
+        assert make_environment(make_env_config(name, tmp_path)).name == name
     sections = {name: type(getattr(EnvConfig(), name)) for name, game in GAMES.items() if game.section}
     assert sections == {name: game.section for name, game in GAMES.items() if game.section}
     assert next(iter(GAMES)) == EnvConfig().name

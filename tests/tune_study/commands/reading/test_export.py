@@ -141,7 +141,7 @@ def test_the_chat_template_gives_the_tokens_of_the_training(study: StudyPlan, tm
     episodes = read_episodes(study.get_run_dir(study.runs[0].run_id))
     assert max(len(episode.turns) for episode in episodes) > 1
     for episode in episodes:
-        system_user = split_first_turn(chat, episode.turns[0].observation)
+        system_user = split_first_turn(chat, episode.turns[0].observation, "compact")
         assert system_user is not None
         messages = [{"role": role, "content": text} for role, text in zip(("system", "user"), system_user, strict=True)]
         seen_text = ""
