@@ -56,6 +56,8 @@ class Preset:
     """Whether its runs are meant for GPUs."""
     small_gpu_settings: Settings = field(default_factory=dict)
     """Further settings for GPUs on which runs would not fit otherwise. They change results."""
+    own_scale: Settings = field(default_factory=dict)
+    """Settings that override those that studies fix, except the settings in which their arms differ."""
 
 
 class DisplayColumn(NamedTuple):

@@ -31,6 +31,7 @@ _LAPTOP_SETTINGS: Settings = {
     "env.val_env_groups": 128, "env.test_env_groups": 128, "env.papers.execution_seconds": 5.0,
     "rollout.response_length": 32, "trainer.total_training_steps": 60, "trainer.test_freq": 10,
 }  # fmt: skip
+_SMALL_SETTINGS: Settings = {"env.max_turn": 3, "env.group_size": 4, "env.papers.execution_seconds": 5.0}
 
 _FIXED_SETTINGS: Settings = {
     "env.name": "papers", "env.format_penalty": 0.0, "env.val_group_size": 1, "trainer.log_train_generations": 8,
@@ -54,7 +55,7 @@ STUDY = Study(
         named_settings=ARMS,
     ),
     fixed_settings=_FIXED_SETTINGS,
-    presets={"paper": _PAPER_SETTINGS, "laptop": _LAPTOP_SETTINGS},
+    presets={"paper": _PAPER_SETTINGS, "laptop": _LAPTOP_SETTINGS, "small": _SMALL_SETTINGS},
     baseline="root-and-children",
     smoke_settings={
         "trainer.total_training_steps": 1,

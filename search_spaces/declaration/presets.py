@@ -55,8 +55,39 @@ _PAPER_SETTINGS: Settings = MappingProxyType(
     {"trainer.keep_last": False, "trainer.async_checkpoints": True, "trainer.resume_seconds": 300}
 )
 
+# For a pretrained model of up to 0.5 B parameters on a processor or a small GPU: adapters without a critic, and few
+# tokens. `--model` names the model, and `--env` a game of one or two turns, such as a data set.
+_SMALL_SETTINGS: Settings = MappingProxyType(
+    {
+        **{name: value for name, value in _LAPTOP_SETTINGS.items() if name.startswith("trainer.")},
+        "model.path": "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "model.dtype": "float32",
+        "model.lora_rank": 16,
+        "model.lora_alpha": 32,
+        "actor.lr": 1e-4,
+        "actor.kl_loss_type": "low_var_kl",
+        "rollout.name": "torch",
+        "rollout.max_model_len": None,
+        "rollout.response_length": 32,
+        "rollout.val_temperature": 1.0,
+        "env.max_turn": 2,
+    }
+)
+_SMALL_SCALE: Settings = MappingProxyType(
+    {
+        "algorithm.adv_estimator": "grpo",
+        "env.env_groups": 4,
+        "env.val_env_groups": 64,
+        "env.test_env_groups": 64,
+        "actor.ppo_micro_batch_size_per_gpu": 16,
+        "rollout.log_prob_micro_batch_size_per_gpu": 16,
+        "rollout.ref_log_prob_micro_batch_size_per_gpu": 16,
+    }
+)
+
 PRESETS: dict[str, Preset] = {
     "paper": Preset(_PAPER_SETTINGS, n_seeds=3, uses_gpus=True, small_gpu_settings=_ADAPTER_SETTINGS),
     "laptop": Preset(_LAPTOP_SETTINGS, n_seeds=3),
+    "small": Preset(_SMALL_SETTINGS, n_seeds=3, variant_of="laptop", own_scale=_SMALL_SCALE),
     "stress": Preset(MappingProxyType({**_LAPTOP_SETTINGS, **_STRESS_CHANGES}), n_seeds=3, variant_of="laptop"),
 }

@@ -47,6 +47,7 @@ STUDY = Study(
         # The head of a larger Qwen2.5 has different padding, so an exact KL needs a teacher of the same size.
         "paper": {"model.reference_path": "Qwen/Qwen2.5-3B-Instruct", "trainer.measure_val_kl": True},
         "laptop": {"model.reference_path": "sokoban-tiny-teacher"},
+        "small": {"model.reference_path": "HuggingFaceTB/SmolLM2-360M-Instruct", "trainer.measure_val_kl": True},
     },
     n_seeds=3,
     baseline="ppo",

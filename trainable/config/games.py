@@ -114,7 +114,7 @@ GAMES: Mapping[str, Game] = MappingProxyType(
             "trainable.envs.games.frozen_lake:FrozenLake",
             FrozenLakeConfig,
             reads=("observation_format",),
-            presets={"laptop": {"model.path": "frozenlake-tiny"}},
+            presets={"laptop": {"model.path": "frozenlake-tiny"}, "small": {}},
         ),
         "mastermind": Game(
             "trainable.envs.games.mastermind:Mastermind",
@@ -122,7 +122,7 @@ GAMES: Mapping[str, Game] = MappingProxyType(
             # One guess per turn, since each guess needs the answer to the previous one.
             settings={"env.max_turn": 5, "env.max_actions_per_turn": 1, "env.max_actions_per_traj": 5},
             # A thought repeats all guesses so far.
-            presets={"laptop": {"model.path": "mastermind-tiny", "rollout.response_length": 32}},
+            presets={"laptop": {"model.path": "mastermind-tiny", "rollout.response_length": 32}, "small": {}},
         ),
         "countdown": Game(
             "trainable.envs.games.countdown:Countdown",
@@ -136,7 +136,8 @@ GAMES: Mapping[str, Game] = MappingProxyType(
                     "rollout.response_length": 200,
                     "actor.lr": 1e-6,
                     "critic.lr": 1e-5,
-                }
+                },
+                "small": {"rollout.response_length": 64},
             },
         ),
         "dataset": Game(
@@ -150,7 +151,10 @@ GAMES: Mapping[str, Game] = MappingProxyType(
                 "model.prompt_style": "plain",
                 "collapse_detection.multi_turn_enabled": False,
             },
-            presets={"laptop": {"model.path": "Qwen/Qwen2.5-0.5B-Instruct", "rollout.response_length": 200}},
+            presets={
+                "laptop": {"model.path": "Qwen/Qwen2.5-0.5B-Instruct", "rollout.response_length": 200},
+                "small": {},
+            },
         ),
         # A tree has a single reward, at its root, so GRPO assigns the credit. Thoughts have no tags.
         "papers": Game(
@@ -172,7 +176,8 @@ GAMES: Mapping[str, Game] = MappingProxyType(
                     "env.max_turn": 3,
                     "rollout.response_length": 32,
                     "env.papers.execution_seconds": 5.0,
-                }
+                },
+                "small": {"env.max_turn": 3, "env.papers.execution_seconds": 5.0},
             },
         ),
     }

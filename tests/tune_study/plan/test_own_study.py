@@ -66,7 +66,11 @@ GOOD = format_study("my-lr", {"actor.lr": ("1e-4", "1e-3")})
         ("x = 1\ny = 1 / 0\n", "s.py", "ZeroDivisionError: division by zero (s.py, line 2: `y = 1 / 0`)"),
         (GOOD.replace('"my-lr"', '"kl"'), "s.py", "called kl, like a study of this package"),
         (GOOD.replace('"my-lr"', '"My LR"'), "s.py", "a name has lower-case words"),
-        (GOOD.replace('"laptop"', '"desktop"'), "s.py", "needs values under one of the presets paper, laptop, stress"),
+        (
+            GOOD.replace('"laptop"', '"desktop"'),
+            "s.py",
+            "needs values under one of the presets paper, laptop, small, stress",
+        ),
         ("STUDY = 3\n", "s.py", "has no Study called STUDY"),
         ("\0", "s.py", "s.py"),
     ],
