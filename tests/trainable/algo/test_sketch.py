@@ -34,6 +34,8 @@ def test_it_is_linear_and_a_function_of_its_seed() -> None:
     assert torch.equal(combined_sketch, count_sketch([2 * X - 3 * Y], SIZE, 5))
     assert not torch.equal(combined_sketch, count_sketch([2 * X - 3 * Y], SIZE, 6))
     assert (combined_sketch.shape, combined_sketch.dtype) == ((SIZE,), torch.float64)
+    halves = torch.full((4096,), 1.0, dtype=torch.bfloat16)
+    assert torch.equal(count_sketch([halves], 1, 2), count_sketch([halves.double()], 1, 2))
 
 
 @pytest.mark.parametrize("chunk", [2, gradient_signal.CHUNK_ENTRIES])
@@ -46,8 +48,3 @@ def test_every_entry_is_in_one_place_with_one_sign(chunk: int, monkeypatch: pyte
         assert sorted(unit_sketch.abs().tolist()) == [0.0] * 63 + [1.0]
         places.add(int(unit_sketch.abs().argmax()))
     assert len(places) == 5  # of 64 places: later tensors and chunks do not repeat the draws of the first
-
-
-def test_half_precision_is_summed_in_double() -> None:
-    halves = torch.full((4096,), 1.0, dtype=torch.bfloat16)
-    assert torch.equal(count_sketch([halves], 1, 2), count_sketch([halves.double()], 1, 2))
