@@ -11,16 +11,11 @@ Y = torch.tensor([2.0, 1.0, -1.0, 0.5, 4.0, 1.0])
 DRAWS, SIZE = 4000, 4
 
 
-def compute_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Compute the inner products of both sketches over many seeds."""
-    sketch_products = [float(count_sketch([x], SIZE, seed) @ count_sketch([y], SIZE, seed)) for seed in range(DRAWS)]
-    return torch.tensor(sketch_products, dtype=torch.float64)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(("x", "y"), [(X, Y), (X, X), (X, -Y)])
 def test_products_are_unbiased_and_vary_as_said(x: torch.Tensor, y: torch.Tensor) -> None:
-    sketch_products, exact_product = compute_products(x, y), float(x @ y)
+    products = [float(count_sketch([x], SIZE, seed) @ count_sketch([y], SIZE, seed)) for seed in range(DRAWS)]
+    sketch_products, exact_product = torch.tensor(products, dtype=torch.float64), float(x @ y)
     variance = float(x @ x) * float(y @ y) + exact_product**2 - 2 * float((x * y).square().sum())
     variance /= SIZE
     assert abs(float(sketch_products.mean()) - exact_product) < 4 * (variance / DRAWS) ** 0.5

@@ -442,11 +442,8 @@ def test_tensors_that_do_not_fit_leave_the_trainer_as_it_was(
         "reshaped": {name: tensors[name].flatten()},
         "added": {name: tensors[name], "actor/x": tensors[name].clone()},
     }
-    write_checkpoint(
-        find_newest_checkpoint(tmp_path),
-        {**{key: tensor for key, tensor in tensors.items() if key != name}, **changed_tensors[change]},
-        values,
-    )
+    other_tensors = {key: tensor for key, tensor in tensors.items() if key != name}
+    write_checkpoint(find_newest_checkpoint(tmp_path), {**other_tensors, **changed_tensors[change]}, values)
     assert "tensors do not match" in finish(tmp_path, uninterrupted_run, first_step=2)
 
 
@@ -544,12 +541,8 @@ def test_a_run_continues_with_another_number_of_recorded_episodes(
     resumed = start_trial(tmp_path, trainer__log_val_generations=2)
     assert [resumed.step()["step"] for _ in range(2)] == [2, 3]
     assert read_run_files(tmp_path)[1] == read_run_files(uninterrupted_run[0])[1]
-    assert [(episode.step, episode.level) for episode in read_episodes(tmp_path / "runs" / "r")] == [
-        (2, 123),
-        (2, 124),
-        (3, 123),
-        (3, 124),
-    ]
+    recorded = [(episode.step, episode.level) for episode in read_episodes(tmp_path / "runs" / "r")]
+    assert recorded == [(step, level) for step in (2, 3) for level in (123, 124)]
 
 
 @pytest.mark.long
