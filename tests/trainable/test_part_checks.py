@@ -89,12 +89,6 @@ def test_a_wrong_part_is_refused_with_what_is_wrong(setting: str, signature: str
     assert str(error.value).endswith("Correct own.py; docs/add_a_part.md has an example.")
 
 
-def test_an_object_that_is_called_is_a_function_and_nothing_else() -> None:
-    check("trainer.own_stop_rules", "class Rule:\n    def __call__(self, rows):\n        return None\npart = Rule()\n")
-    with pytest.raises(OwnPartError, match="it is a float, and a function is needed"):
-        check("actor.policy_loss", "part = 0.5\n")
-
-
 REWARD = """
 COSTS = {"Up": 1.0, "Right": 2.0}
 
@@ -103,8 +97,11 @@ def part(level, turns):
 """
 
 
-def test_a_reward_may_read_the_actions_of_the_game() -> None:
-    check("env.reward", REWARD)
+def test_an_object_that_is_called_is_a_function_and_nothing_else() -> None:
+    check("trainer.own_stop_rules", "class Rule:\n    def __call__(self, rows):\n        return None\npart = Rule()\n")
+    with pytest.raises(OwnPartError, match="it is a float, and a function is needed"):
+        check("actor.policy_loss", "part = 0.5\n")
+    check("env.reward", REWARD)  # which reads the actions of the game
 
 
 NEXT_SYMBOL = 'globals().setdefault("symbols", __import__("itertools").cycle(range(4))).__next__()'

@@ -44,19 +44,10 @@ def test_rows_are_on_disk_as_they_were_reported(uninterrupted_run: Uninterrupted
     # Columns without a measurement take no space on disk.
     assert not any(value is None for row in rows for value in row.values())
     rows = [{**make_empty_row(), **row} for row in rows]
-    added = [
-        {
-            "training_iteration": step,
-            "note": "",
-            "saved": True,
-            "uploaded": "",
-            "finished": step == 3,
-            "done": step == 3,
-        }
-        for step in (1, 2, 3)
-    ]
+    added = {"note": "", "saved": True, "uploaded": "", "carried": "", **FAILURE_WORDS}
+    ends = [{"training_iteration": step, "finished": step == 3, "done": step == 3} for step in (1, 2, 3)]
     reported = [{**drop_carried(row), "carried": ""} for row in uninterrupted_run[1]]
-    assert [{**row, **keys, **FAILURE_WORDS, "carried": ""} for row, keys in zip(rows, added, strict=True)] == reported
+    assert [{**row, **end, **added} for row, end in zip(rows, ends, strict=True)] == reported
 
 
 def test_evaluations_are_on_disk(uninterrupted_run: UninterruptedRun) -> None:

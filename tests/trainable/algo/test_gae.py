@@ -112,7 +112,7 @@ def test_inserting_untrained_tokens_changes_nothing(
     assert torch.equal(widened_result.returns[:, is_original], original_result.returns)
 
 
-def test_long_sequences_equal_the_double_sum() -> None:
+def test_long_sequences_equal_the_double_sum_and_keep_float32_accuracy() -> None:
     """Compaction keeps the order of time; the order of an unstable sort differs only beyond sixteen positions."""
     generator = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(2, 2, 100, generator=generator, dtype=torch.float64)
@@ -120,9 +120,6 @@ def test_long_sequences_equal_the_double_sum() -> None:
     advantages = gae(rewards, values, mask, gamma=0.9, lam=0.8).advantages
     rows = zip(rewards.tolist(), values.tolist(), mask.tolist(), strict=True)
     torch.testing.assert_close(advantages, make_double([oracle.gae(*row, 0.9, 0.8)[0] for row in rows]))
-
-
-def test_long_sequences_keep_float32_accuracy() -> None:
     generator = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(2, 4, 1000, generator=generator, dtype=torch.float64)
     mask = torch.rand(4, 1000, generator=generator) < 0.7

@@ -84,12 +84,17 @@ def test_the_policy_loss_at_its_limits() -> None:
     torch.testing.assert_close(result.loss, torch.tensor([-1.0, 1.5]))
 
 
-def test_policy_loss_gradcheck_away_from_kinks() -> None:
+def test_losses_gradcheck_away_from_kinks() -> None:
     ratios = torch.tensor([1.1, 0.9, 1.6, 0.6, 2.0, 1.2], dtype=torch.float64)
     advantages = torch.tensor([1.0, -1.0, 2.0, 2.0, -2.0, -0.5], dtype=torch.float64)
     old_logprobs = torch.full((6,), -1.5, dtype=torch.float64)
     logprobs = (old_logprobs + ratios.log()).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: compute_policy_loss(x, old_logprobs, advantages), (logprobs,))
+    values, old_values, returns = torch.tensor(
+        [[0.3, 2.0, -1.0, 1.7], [0.0, 1.0, 0.0, 0.0], [1.0, 3.0, 3.0, 1.0]], dtype=torch.float64
+    )
+    values.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: value_clip_loss(x, old_values, returns, 0.5).loss, (values,))
 
 
 @pytest.mark.parametrize(("low", "high", "c"), [(1.0, 0.2, 3.0), (-0.1, 0.2, 3.0), (0.2, -0.1, 3.0), (0.2, 0.2, 1.0)])
@@ -118,14 +123,6 @@ def test_value_loss_by_hand(
     assert result.loss.item() == pytest.approx(loss)
     assert result.clipped.tolist() == [clipped]
     assert compute_gradient(result.loss.sum(), values).item() == pytest.approx(slope)
-
-
-def test_value_loss_gradcheck_away_from_kinks() -> None:
-    values, old_values, returns = torch.tensor(
-        [[0.3, 2.0, -1.0, 1.7], [0.0, 1.0, 0.0, 0.0], [1.0, 3.0, 3.0, 1.0]], dtype=torch.float64
-    )
-    values.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: value_clip_loss(x, old_values, returns, 0.5).loss, (values,))
 
 
 LOSSES = {

@@ -93,9 +93,7 @@ def test_two_thoughts_of_one_token_by_hand() -> None:
     assert metrics["mi_upper_bound"] == metrics["mi_upper_bound_paper"] == pytest.approx(math.log(2))
     assert metrics["marginal_std"] == pytest.approx(0, abs=1e-7)
     assert metrics["mi_zscore"] == pytest.approx(metrics["mi_estimate"] / 1e-3, rel=1e-3)
-
-
-def test_the_two_normalizations_differ_where_thoughts_have_two_tokens() -> None:
+    # The two normalizations differ where thoughts have two tokens.
     sums = torch.tensor([[0.64, 0.04], [0.16, 0.36]]).log()
     metrics = compute_information_metrics(sums, torch.tensor([2, 2]), torch.tensor([0, 1]))
     # Published: mixtures of the square roots 0.8, 0.2 and 0.4, 0.6. Paper: the root of the mixtures 0.34 and 0.26.

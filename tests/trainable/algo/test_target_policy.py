@@ -107,16 +107,15 @@ def test_gradcheck() -> None:
     )
 
 
-def test_without_a_difference_in_skill_the_target_is_the_old_policy() -> None:
+def test_targets_by_hand() -> None:
+    # Without a difference in skill, the target is the old policy.
     old_logprobs, logprobs = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.0])
     skills, group_ids = torch.zeros(2), torch.zeros(2, dtype=torch.long)
     assert not target_policy_loss(old_logprobs, old_logprobs, skills, group_ids, 1.0).sequence_weights.any()
     weights = target_policy_loss(logprobs, old_logprobs, skills, group_ids, 1.0).sequence_weights
     assert weights.tolist() == pytest.approx([0.46212, -0.46212], abs=1e-4)
-
-
-def test_the_target_of_sums_far_apart_is_on_one_rollout_whatever_the_skills() -> None:
-    """The rollouts have 300 tokens at slightly different log-probs, and the rule does not normalize by length."""
+    # The target of sums far apart is on one rollout whatever the skills.
+    # The rollouts have 300 tokens at slightly different log-probs, and the rule does not normalize by length.
     logprobs = torch.tensor([-300.0, -360.0])
     skills, group_ids = torch.tensor([-1.0, 1.0]), torch.zeros(2, dtype=torch.long)
     result = target_policy_loss(logprobs, logprobs, skills, group_ids, 1.0)

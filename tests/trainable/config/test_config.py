@@ -72,13 +72,9 @@ def test_a_zero_coefficient_switches_the_kl_loss_off(zero: object) -> None:
     assert apply_overrides(RunConfig(), {"use_kl_loss": True, "kl_loss_coef": "0.001"}).actor.use_kl_loss
 
 
-def test_a_config_survives_json() -> None:
+def test_a_config_survives_json_and_is_frozen() -> None:
     config = apply_overrides(RunConfig(), {"actor.betas": "[0.9, 0.95]", "trainer.logger": "['wandb']", "lam": "0.95"})
     assert RunConfig.model_validate(json.loads(config.model_dump_json())) == config
-
-
-def test_a_config_is_frozen() -> None:
-    config = RunConfig()
     with pytest.raises(ValueError, match="frozen"):
         config.actor.lr = 1.0  # type: ignore[misc]
 

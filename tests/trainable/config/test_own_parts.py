@@ -51,9 +51,7 @@ def test_a_configuration_pins_its_parts_to_the_text_of_their_file() -> None:
     assert RunConfig().compute_hash() not in (changed.compute_hash(), pinned.compute_hash())
     # Both texts stay known, and each configuration finds its own.
     assert own_parts.get_part(pinned.actor.policy_loss) is not own_parts.get_part(changed.actor.policy_loss)
-
-
-def test_settings_that_only_choices_of_the_package_read_are_not_hashed() -> None:
+    # Settings that only choices of the package read are not hashed.
     other = apply_overrides(use_loss(), {"actor.clip_ratio_high": 0.5, "actor.tpo_eta": 2})
     assert own_parts.pin_parts(other).compute_hash() == own_parts.pin_parts(use_loss()).compute_hash()
 

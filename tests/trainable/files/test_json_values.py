@@ -60,14 +60,11 @@ def test_an_object_without_its_checksum_is_damaged(tmp_path: Path, content: str)
     assert find_object(tmp_path / "missing.json") is None
 
 
-def test_a_file_of_many_gigabytes_is_not_read(tmp_path: Path) -> None:
+def test_a_file_of_many_gigabytes_is_not_read_and_a_message_shows_control_characters(tmp_path: Path) -> None:
     with (tmp_path / "run.json").open("wb") as file:
         file.truncate(MAX_BYTES + 1)
     with pytest.raises(DamagedFileError, match="at most 67108864 are read"):
         read_json(tmp_path / "run.json")
-
-
-def test_a_message_shows_control_characters(tmp_path: Path) -> None:
     path = tmp_path / "a\x1b[2J.json"
     path.write_text("{")
     with pytest.raises(DamagedFileError, match=r"a\\x1b\[2J\.json is damaged"):

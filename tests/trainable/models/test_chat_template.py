@@ -139,13 +139,6 @@ def test_a_turn_has_the_tokens_that_it_has_in_the_whole(tmp_path: Path) -> None:
     assert next_turn.startswith("<|turn|>user\n\nReward:\n-0.2\n")
 
 
-def test_the_templates_own_file_goes_first_and_a_list_has_a_default(tmp_path: Path) -> None:
-    templates = [{"name": "tool_use", "template": NO_MARKS}, {"name": "default", "template": PLAIN}]
-    assert read_format(tmp_path, templates) == CHATML
-    (tmp_path / "chat_template.jinja").write_text(STRIPPING_TEMPLATE)
-    assert read_format(tmp_path, templates).strips_content
-
-
 def test_a_template_has_no_access_to_the_clock(tmp_path: Path) -> None:
     assert read_format(tmp_path, DATED).system_prefix == "Today is some day.\n<|im_start|>system\n"
 
@@ -160,8 +153,12 @@ def test_without_a_template_it_is_chatml_after_what_the_tokenizer_puts_first(
     assert chat.system_prefix == "<s>" + CHATML.system_prefix
 
 
-def test_no_tokenizer_config_is_no_template(tmp_path: Path) -> None:
+def test_the_templates_own_file_goes_first_and_a_list_has_a_default(tmp_path: Path) -> None:
     assert read_chat_format(tmp_path, make_byte_tokenizer(), 0) == CHATML
+    templates = [{"name": "tool_use", "template": NO_MARKS}, {"name": "default", "template": PLAIN}]
+    assert read_format(tmp_path, templates) == CHATML
+    (tmp_path / "chat_template.jinja").write_text(STRIPPING_TEMPLATE)
+    assert read_format(tmp_path, templates).strips_content
 
 
 OPENS_THOUGHTS = PLAIN.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")

@@ -196,7 +196,7 @@ def get_first_adapter(network: nn.Module) -> Tensor:
     return weight
 
 
-def test_adapters_are_drawn_from_the_generator_alone() -> None:
+def test_adapters_are_drawn_from_the_generator_of_their_seed_and_network_alone() -> None:
     def draw_first_adapter(seed: int) -> Tensor:
         policy = make_adapted_policy(make_base_model(), make_settings(), np.random.default_rng(seed))
         return get_first_adapter(policy)
@@ -207,6 +207,10 @@ def test_adapters_are_drawn_from_the_generator_alone() -> None:
     assert torch.equal(adapter, draw_first_adapter(0))
     assert not torch.equal(adapter, draw_first_adapter(1))
     assert 0.8 * 16**-0.5 < float(adapter.detach().abs().max()) <= 16**-0.5  # 16 input features
+    trainer, other_trainer = (PPOTrainer(make_small_config(model__lora_rank=4, seed=seed)) for seed in (0, 1))
+    assert trainer.critic is not None
+    assert not torch.equal(get_first_adapter(trainer.model), get_first_adapter(other_trainer.model))
+    assert not torch.equal(get_first_adapter(trainer.model), get_first_adapter(trainer.critic))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -358,10 +362,3 @@ def test_gradients_are_analyzed_of_adapters_alone() -> None:
         assert total_rows["task"]["mean_norm"] > 0
         assert total_rows["kl"]["mean_norm"] > 0
         assert is_finite(total_rows["total"])
-
-
-def test_seeds_and_networks_have_adapters_of_their_own() -> None:
-    trainer, other_trainer = (PPOTrainer(make_small_config(model__lora_rank=4, seed=seed)) for seed in (0, 1))
-    assert trainer.critic is not None
-    assert not torch.equal(get_first_adapter(trainer.model), get_first_adapter(other_trainer.model))
-    assert not torch.equal(get_first_adapter(trainer.model), get_first_adapter(trainer.critic))

@@ -131,15 +131,10 @@ def test_kl_in_the_reward_is_taken_off_token_by_token() -> None:
     advantages, returns = compute_gae_oracle(penalise_scores(0.7), 0.9, 0.95)
     assert_close(actual.advantages, advantages)
     assert_close(actual.returns, returns)
-
-
-def test_kl_in_the_reward_reaches_estimators_without_a_critic() -> None:
+    # It also reaches estimators without a critic, and changes nothing at coefficient 0 or where it is off.
     actual = compute_targets(kl_coef=0.7, use_kl_in_reward=True, adv_estimator="rloo")
     penalised_scores = [sum(row) for row in penalise_scores(0.7)]
     assert_close(actual.advantages, broadcast_per_sequence(oracle.rloo(penalised_scores, GROUPS)))
-
-
-def test_kl_in_the_reward_at_coefficient_0_or_switched_off_changes_nothing() -> None:
     plain = compute_targets()
     assert torch.equal(compute_targets(kl_coef=0.7).advantages, plain.advantages)
     off = compute_targets(kl_coef=0.0, use_kl_in_reward=True, kl_ctrl=KLControl())

@@ -34,6 +34,9 @@ from trainable.rollout.engine import recompute_logprobs
 from trainable.rollout.episode import Episode, collate
 from trainable.runs.records import DEFAULT_STEP_COLUMNS
 
+ONE_GROUP = {"filter__rollout_filter_strategy": "top_k_abs", "filter__rollout_filter_value": 1}
+VALIDATIONS = {"trainer__val_before_train": True, "env__val_env_groups": 3, "env__val_group_size": 2}
+
 # ---------------------------------------------------------------------------- every setting takes a step
 
 ESTIMATORS = tuple(ADVANTAGE_ESTIMATORS)
@@ -104,9 +107,8 @@ def test_every_filter_takes_a_step(settings: Row, group_counts: set[int]) -> Non
 
 
 def test_the_filter_keeps_the_groups_that_its_metric_ranks_first() -> None:
-    common = {"filter__rollout_filter_strategy": "top_k_abs", "filter__rollout_filter_value": 1}
-    largest = run_steps(make_quiet_trainer(**common, filter__rollout_filter_type="largest"), 1)[0]
-    smallest = run_steps(make_quiet_trainer(**common, filter__rollout_filter_type="smallest"), 1)[0]
+    largest = run_steps(make_quiet_trainer(**ONE_GROUP, filter__rollout_filter_type="largest"), 1)[0]
+    smallest = run_steps(make_quiet_trainer(**ONE_GROUP, filter__rollout_filter_type="smallest"), 1)[0]
     assert largest["reward_std_kept"] == largest["reward_std_max"] > smallest["reward_std_kept"]
     assert largest["reward_std"] == pytest.approx((largest["reward_std_kept"] + smallest["reward_std_kept"]) / 2)
 
@@ -178,14 +180,9 @@ def test_the_accounts_of_a_step_are_those_of_its_episodes() -> None:
 
 def test_step_matches_reference_implementation() -> None:
     """Losses and gradient norms of a step with tiny learning rates equal those of transformers on the same episodes."""
-    trainer = make_quiet_trainer(
-        actor__lr=1e-12,
-        critic__lr=1e-12,
-        actor__use_kl_loss=True,
-        actor__entropy_coeff=0.1,
-        rollout__temperature=0.8,
-        actor__kl_loss_type="kl",
-    )
+    kl_settings = {"actor__use_kl_loss": True, "actor__kl_loss_type": "kl"}
+    rates = {"actor__lr": 1e-12, "critic__lr": 1e-12}
+    trainer = make_quiet_trainer(**kl_settings, **rates, actor__entropy_coeff=0.1, rollout__temperature=0.8)
     config, critic = trainer.config, trainer.critic
     assert critic is not None
     batch = collate(replay_step(trainer, 1))
@@ -221,7 +218,7 @@ def test_step_matches_reference_implementation() -> None:
 
 
 def test_totals_are_sums_of_the_steps() -> None:
-    rows = run_steps(make_quiet_trainer(filter__rollout_filter_strategy="top_k_abs", filter__rollout_filter_value=1), 3)
+    rows = run_steps(make_quiet_trainer(**ONE_GROUP), 3)
     for name in ("optimizer_steps", "env_steps", "sampled_tokens", "trained_tokens"):
         assert [row[f"total_{name}"] for row in rows] == np.cumsum([row[name] for row in rows]).tolist()
         assert all(row[name] > 0 for row in rows)
@@ -229,21 +226,14 @@ def test_totals_are_sums_of_the_steps() -> None:
 
 
 def test_copies_count_as_trained_tokens_and_the_batch_is_a_multiple_of_the_groups_too() -> None:
-    trainer = make_quiet_trainer(
-        filter__rollout_filter_strategy="top_k_abs",
-        filter__rollout_filter_value=1,
-        actor__ppo_mini_batch_size=8,
-        critic__ppo_mini_batch_size=8,
-    )
+    trainer = make_quiet_trainer(**ONE_GROUP, actor__ppo_mini_batch_size=8, critic__ppo_mini_batch_size=8)
     episodes = replay_step(trainer, 1)
     (row,) = run_steps(trainer, 1)
     tokens = [sum(e.response_tokens for e in episodes if e.group == group) for group in range(2)]
     assert row["batch_size"] == 8  # four episodes, each trained on twice
     assert row["trained_tokens"] in (2 * tokens[0], 2 * tokens[1])
     assert row["optimizer_steps"] == 1
-    trainer = make_quiet_trainer(
-        env__env_groups=3, filter__rollout_filter_strategy="top_k_abs", filter__rollout_filter_value=2
-    )
+    trainer = make_quiet_trainer(**{**ONE_GROUP, "filter__rollout_filter_value": 2}, env__env_groups=3)
     (row,) = run_steps(trainer, 1)
     # Eight episodes of two groups are filled up to a multiple of lcm(3 groups, mini-batch 4).
     assert (row["groups_kept"], row["batch_size"], row["optimizer_steps"]) == (2, 12, 3)
@@ -303,8 +293,7 @@ def test_zero_task_advantage_stops_the_policy_and_not_the_critic() -> None:
 @pytest.mark.parametrize(("mode", "factor"), [("none", 1.0), ("linear", 0.5), ("sqrt", 0.5**0.5)])
 def test_the_filters_share_scales_the_policys_gradient(mode: str, factor: float) -> None:
     def measure_norm(scaling: str) -> float:
-        settings = {"filter__rollout_filter_strategy": "top_k_abs", "filter__rollout_filter_value": 1}
-        (row,) = run_steps(make_quiet_trainer(**settings, actor__filter_loss_scaling=scaling), 1)
+        (row,) = run_steps(make_quiet_trainer(**ONE_GROUP, actor__filter_loss_scaling=scaling), 1)
         return float(row["actor_grad_norm"])
 
     assert measure_norm(mode) == pytest.approx(factor * measure_norm("none"), rel=1e-4)
@@ -322,14 +311,7 @@ def test_a_reference_is_kept_only_where_one_is_needed_and_never_moves() -> None:
 
 @pytest.mark.long
 def test_the_kl_at_validations_is_measured_without_a_kl_term_and_changes_nothing_else() -> None:
-    settings = {
-        "actor__lr": 1e-3,
-        "rollout__val_temperature": 0.7,
-        "trainer__test_freq": 2,
-        "trainer__val_before_train": True,
-        "env__val_env_groups": 3,
-        "env__val_group_size": 2,
-    }
+    settings = {**VALIDATIONS, "actor__lr": 1e-3, "rollout__val_temperature": 0.7, "trainer__test_freq": 2}
     trainer = make_quiet_trainer(**settings, trainer__measure_val_kl=True)
     calls: list[tuple[list[Episode], float]] = []
     recompute = trainer.engine.recompute_logprobs
@@ -368,14 +350,8 @@ def test_greedy_validations_measure_no_kl_and_need_no_reference() -> None:
 
 @pytest.mark.long
 def test_recorded_episodes_are_the_first_of_the_first_levels_and_change_nothing_else() -> None:
-    settings = {
-        "trainer__test_freq": 1,
-        "trainer__val_before_train": True,
-        "trainer__total_training_steps": 2,
-        "env__val_env_groups": 3,
-        "env__val_group_size": 2,
-        "env__test_env_groups": 2,
-    }
+    lengths = {"trainer__test_freq": 1, "trainer__total_training_steps": 2, "env__test_env_groups": 2}
+    settings = {**VALIDATIONS, **lengths}
     trainer = make_quiet_trainer(**settings, trainer__log_val_generations=2)
     rollouts: list[list[Episode]] = record_results(trainer, "_roll_out_levels")
     outputs = [trainer.step() for _ in range(2)]
@@ -469,13 +445,8 @@ def test_more_episodes_than_levels_are_one_of_each_level() -> None:
 @pytest.mark.long
 def test_the_kl_penalty_holds_the_policy_near_the_reference() -> None:
     def measure_drift(coefficient: float) -> float:
-        trainer = make_quiet_trainer(
-            actor__use_kl_loss=True,
-            actor__kl_loss_coef=coefficient,
-            actor__lr=1e-3,
-            trainer__total_training_steps=4,
-            env__group_size=8,
-        )
+        settings = {"actor__lr": 1e-3, "trainer__total_training_steps": 4, "env__group_size": 8}
+        trainer = make_quiet_trainer(**settings, actor__use_kl_loss=True, actor__kl_loss_coef=coefficient)
         return float(run_steps(trainer, 4)[-1]["kl_to_reference"])
 
     assert measure_drift(10.0) < 0.7 * measure_drift(1e-6)

@@ -43,7 +43,7 @@ def has_step(folder: Path, step: int) -> bool:
     return has_equal_tensors and values == {**VALUES, "step": step}
 
 
-def test_what_was_written_is_read_bit_for_bit(tmp_path: Path) -> None:
+def test_what_was_written_is_read_bit_for_bit_and_nothing_is_pickled(tmp_path: Path) -> None:
     assert has_step(write_step(tmp_path / "a" / "b" / "state"), 7)
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["state"]
     assert sorted(path.name for path in (tmp_path / "a" / "b" / "state").iterdir()) == sorted(FILES)
@@ -52,9 +52,6 @@ def test_what_was_written_is_read_bit_for_bit(tmp_path: Path) -> None:
     tensors, _ = read_checkpoint(tmp_path / "state")
     assert torch.equal(tensors["w"], torch.ones(3, 4))
     assert tensors["part"].tolist() == [[1], [5], [9]]
-
-
-def test_nothing_is_pickled(tmp_path: Path) -> None:
     write_step(tmp_path / "state")
     for name in FILES:
         start = (tmp_path / "state" / name).read_bytes()[:16]
@@ -100,10 +97,14 @@ def test_checksums_of_another_form_are_damaged(tmp_path: Path, text: str) -> Non
         read_checkpoint(tmp_path / "state")
 
 
-def test_an_empty_folder_has_no_checkpoints(tmp_path: Path) -> None:
+def test_checkpoints_are_numbered_by_their_names_the_latest_first(tmp_path: Path) -> None:
     assert list(iter_checkpoints(tmp_path / "state")) == []
     with pytest.raises(CheckpointError, match="state"):
         read_checkpoint(tmp_path / "state")
+    for name in ("step_9", "step_10", ".step_11.writing", ".step_8.old", "step_x", "other", "global_step_12"):
+        (tmp_path / name).mkdir()
+    expected = [(12, "global_step_12"), (10, "step_10"), (9, "step_9"), (8, "step_8")]
+    assert [(step, path.name) for step, path in iter_checkpoints(tmp_path)] == expected
 
 
 class Died(BaseException):
@@ -153,13 +154,6 @@ def test_the_newest_rolling_states_are_kept_and_abandoned_and_partial_ones_remov
         write_rolling(tmp_path, step)
     (tmp_path / ".step_24.writing").mkdir()
     assert write_rolling(tmp_path, 22) == ["step_22"]  # the run went back, and step 23 is of an abandoned attempt
-
-
-def test_checkpoints_are_numbered_by_their_names_the_latest_first(tmp_path: Path) -> None:
-    for name in ("step_9", "step_10", ".step_11.writing", ".step_8.old", "step_x", "other", "global_step_12"):
-        (tmp_path / name).mkdir()
-    expected = [(12, "global_step_12"), (10, "step_10"), (9, "step_9"), (8, "step_8")]
-    assert [(step, path.name) for step, path in iter_checkpoints(tmp_path)] == expected
 
 
 def test_two_deaths_in_a_row_lose_nothing_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,15 +48,12 @@ def test_a_writer_waits_for_a_full_disk_or_a_silent_storage_and_reports_it_once(
         assert messages == [f"waiting up to 60 s for {words}: {error}", f"{words} is available again"]
 
 
-def test_without_patience_a_writer_fails_at_once_and_names_the_setting() -> None:
+def test_without_patience_or_when_interrupted_a_writer_fails_and_names_the_setting() -> None:
     messages: list[str] = []
     with pytest.raises(OSError, match="No space left") as raised:
         call_with_retry(make_failing_writer(9, OSError(errno.ENOSPC, "No space left")), 0, messages.append)
     assert raised.value.__notes__ == ["Waited 0 s for disk space (trainer.disk_patience)."]
     assert messages == []
-
-
-def test_an_interruption_ends_the_waiting() -> None:
     answers, write = iter([False, False, True]), make_failing_writer(99, OSError(errno.ENOSPC, "No space left"))
     with pytest.raises(OSError, match="No space left"):
         call_with_retry(write, 60, print, lambda: next(answers))

@@ -33,6 +33,8 @@ from trainable.runs.run_files import RunLines, RunLockedError, read_rows
 from trainable.runs.training import StepResult, TrainingLoop
 from trainable.trial import PPO
 
+UNVALIDATED: dict[str, object] = {"trainer__val_before_train": False, "trainer__test_freq": 0}
+
 
 def compare(folder: Path, uninterrupted_run: UninterruptedRun) -> None:
     """Compare the rows and evaluations that count with those of the uninterrupted run."""
@@ -118,15 +120,8 @@ def test_states_are_written_by_steps_and_by_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, remaining = [1000.0], list(step_seconds)
-    loop = make_loop(
-        tmp_path,
-        lambda: now[0],
-        trainer__resume_every=every,
-        trainer__resume_seconds=limit,
-        trainer__total_training_steps=len(step_seconds),
-        trainer__val_before_train=False,
-        trainer__test_freq=0,
-    )
+    saves = {"trainer__resume_every": every, "trainer__resume_seconds": limit}
+    loop = make_loop(tmp_path, lambda: now[0], **saves, **UNVALIDATED, trainer__total_training_steps=len(step_seconds))
     train = SingleRunTrainer.step
 
     def train_for_a_while(trainer: SingleRunTrainer, before_update: Callable[[], None]) -> StepResult:
@@ -170,15 +165,9 @@ def test_the_state_of_the_best_validation_stays(
         return replace(result, rows=rows)
 
     monkeypatch.setattr(SingleRunTrainer, "step", train_to_a_value)
-    loop = make_loop(
-        tmp_path,
-        trainer__resume_every=100,
-        trainer__total_training_steps=6,
-        trainer__val_before_train=False,
-        trainer__test_freq=0,
-        trainer__keep_best=keeps_best,
-        trainer__keep_last=keeps_last,
-    )
+    states_to_keep = {"trainer__keep_best": keeps_best, "trainer__keep_last": keeps_last}
+    lengths = {"trainer__resume_every": 100, "trainer__total_training_steps": 6}
+    loop = make_loop(tmp_path, **lengths, **UNVALIDATED, **states_to_keep)
     with closing(loop):
         for _ in values:
             loop.step()
