@@ -223,6 +223,9 @@ def test_every_weight_has_its_name_in_the_files(tmp_path: Path) -> None:
     for model_type in ("llama", "gpt_neox"):  # GPT-NeoX's head is embed_out in files, lm_head in transformers
         folder = write_model(make_model(model_type), tmp_path / model_type)
         assert set(dict(iter_hub_weights(load_policy(str(folder), CPU).model))) == set(read_weight_shapes(folder))
+
+
+def test_names_without_the_trunks_prefix_are_kept_as_the_files_have_them() -> None:
     causal = make_model("gpt2")
     model = HubModel(causal, make_shape(causal, Path()), ["wte.weight", "h.0.ln_1.weight"])
     names = set(dict(iter_hub_weights(model)))

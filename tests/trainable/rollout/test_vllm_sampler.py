@@ -97,25 +97,31 @@ def test_an_engine_sleeps_although_its_neighbor_grew(monkeypatch: pytest.MonkeyP
 
 
 def test_the_environment_is_set_where_the_user_has_not() -> None:
-    users = {"HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "3"}
-    environ = dict(users)
+    environ = {"HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "3"}
     set_environment(environ, torch.device("cuda"))
     assert environ == {
-        **users,
+        "HF_HUB_OFFLINE": "0",
+        "OMP_NUM_THREADS": "3",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
     set_environment(environ, CPU)
     assert environ["TORCHDYNAMO_DISABLE"] == "1"
+
+
+def test_an_engine_in_another_process_is_refused() -> None:
     with pytest.raises(ValueError, match="`unset VLLM_ENABLE_V1_MULTIPROCESSING`"):
         set_environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, CPU)
 
 
-def test_the_shapes_are_those_of_the_files(tmp_path: Path) -> None:
+def test_the_shapes_are_those_of_the_model_with_its_tied_head() -> None:
     folder = find_model("sokoban-tiny")
     weights = load_policy("sokoban-tiny", CPU).model.state_dict()
     assert read_weight_shapes(folder) == {name: tuple(weight.shape) for name, weight in weights.items()}
+
+
+def test_the_shapes_of_several_files_are_put_together(tmp_path: Path) -> None:
     save_file({"model.embed_tokens.weight": torch.zeros(5, 2)}, tmp_path / "model-00001-of-00002.safetensors")
     save_file({"lm_head.weight": torch.zeros(7, 2)}, tmp_path / "model-00002-of-00002.safetensors")
     assert read_weight_shapes(tmp_path) == {"model.embed_tokens.weight": (5, 2), "lm_head.weight": (7, 2)}
