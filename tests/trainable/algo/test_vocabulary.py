@@ -101,7 +101,7 @@ def test_gradcheck_of_every_number(elements: int | None) -> None:
 
 
 @pytest.mark.parametrize("elements", [2 * VOCABULARY, None])
-def test_one_graph_gives_the_gradient_of_each_term(elements: int | None) -> None:
+def test_one_graph_gives_the_gradient_of_each_term_and_the_entropy_may_have_none(elements: int | None) -> None:
     """The gradient probe differentiates term by term and keeps the graph."""
     case = Case(3)
     statistics, expected = case.compute_statistics(elements), case.compute_expected_statistics()
@@ -111,10 +111,6 @@ def test_one_graph_gives_the_gradient_of_each_term(elements: int | None) -> None
             for each in (term, expected_term)
         )
         assert_close(gradients, expected_gradients, 1e-10)
-
-
-@pytest.mark.parametrize("elements", [2 * VOCABULARY, None])
-def test_an_entropy_without_gradient_has_its_value(elements: int | None) -> None:
     case = Case(4)
     statistics = case.compute_statistics(elements, entropy_gradient=False)
     assert not statistics.entropies.requires_grad

@@ -551,13 +551,3 @@ def test_no_two_processes_train_one_run(tmp_path: Path, monkeypatch: pytest.Monk
     start_trial(tmp_path)
     with pytest.raises(RunLockedError, match=f"runs/r is still in use by another process .pid {os.getpid()} on "):
         PPO(make_trial_config(tmp_path)).begin()
-
-
-def test_a_run_that_ended_unrecorded_reports_its_last_row_again(tmp_path: Path) -> None:
-    """The process died after the last row and checkpoint, before the end of the run was recorded."""
-    trainable = start_trial(tmp_path, trainer__total_training_steps=1)
-    last_row = trainable.step()
-    content_before = (tmp_path / "runs" / "r" / "metrics.jsonl").read_bytes()
-    resumed = start_trial(tmp_path, trainer__total_training_steps=1)
-    assert resumed.step() == last_row
-    assert (tmp_path / "runs" / "r" / "metrics.jsonl").read_bytes() == content_before
