@@ -145,10 +145,13 @@ def test_the_loss_without_kl(settings: dict[str, float]) -> None:
     compare(ActorConfig(**CUT, **settings))
 
 
-def test_the_batch_reaches_both_clips() -> None:
-    means = run_update(ActorConfig(**CUT))[1].compute_means()
+def test_the_batch_reaches_both_clips_and_every_epoch_repeats_all_mini_batches() -> None:
+    recorder, meter = run_update(ActorConfig(**CUT, ppo_epochs=3))
+    means = meter.compute_means()
     assert means["pg_clipfrac"] > 0.1
     assert means["pg_clipfrac_lower"] > 0.02
+    assert meter.optimizer_steps == len(recorder.steps) == 6
+    assert meter.tokens == 3 * int(BATCH.mask.sum())
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
@@ -258,12 +261,6 @@ def test_the_gradient_is_clipped_and_its_norm_reported_before() -> None:
         for a, b in zip(clipped_gradients, gradients, strict=True):
             torch.testing.assert_close(a, b * 0.05 / norm, rtol=1e-3, atol=1e-6)
     assert meter.compute_means()["actor_grad_norm"] > 0.1
-
-
-def test_every_epoch_repeats_all_mini_batches() -> None:
-    recorder, meter = run_update(ActorConfig(**CUT, ppo_epochs=3))
-    assert meter.optimizer_steps == len(recorder.steps) == 6
-    assert meter.tokens == 3 * int(BATCH.mask.sum())
 
 
 def make_adam(model: nn.Module, lr: float = 0.01) -> torch.optim.AdamW:

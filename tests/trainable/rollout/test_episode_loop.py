@@ -195,11 +195,15 @@ def test_sampled_tokens_are_those_of_the_sampler_with_its_numbers(many_episodes:
         assert not episode.entropies[~episode.mask].any()
 
 
-def test_given_tokens_are_the_prompt_and_what_the_sampler_was_given(many_episodes: PlayedEpisodes) -> None:
+def test_given_tokens_are_the_prompt_and_what_the_sampler_was_given_until_the_row_ended(
+    many_episodes: PlayedEpisodes,
+) -> None:
     episodes, sampler = many_episodes
     for row, episode in enumerate(episodes):
         observations = [turn[row] for turn in sampler.requests if row in turn]
         assert observations[0] == []
+        num_turns = len(episode.texts)  # a row that has ended is not asked again
+        assert [row in turn for turn in sampler.requests] == [turn < num_turns for turn in range(len(sampler.requests))]
         inputs = [sampler.prompts[row], *observations[1:]]
         for turn, input_ids in enumerate(inputs):
             is_input = ~episode.mask & (episode.turns == turn)
@@ -221,13 +225,6 @@ def test_episodes_of_a_group_stand_together_and_share_level_and_prompt(many_epis
         assert not episode.mask[: len(prompt)].any()
     assert sampler.prompts[0] != sampler.prompts[4]
     assert episodes[4].success  # level 124 is solved by Up alone
-
-
-def test_a_row_that_has_ended_is_not_asked_again(many_episodes: PlayedEpisodes) -> None:
-    episodes, sampler = many_episodes
-    for row, episode in enumerate(episodes):
-        num_turns = len(episode.texts)
-        assert [row in turn for turn in sampler.requests] == [turn < num_turns for turn in range(len(sampler.requests))]
 
 
 def test_a_conversation_that_would_outgrow_the_context_ends() -> None:
