@@ -193,9 +193,7 @@ def test_every_run_that_a_pair_lacks_is_named(
         assert bool(row["excluded_runs"]) == (row["run_pairs_used"] < row["run_pairs"])
 
 
-def test_stopped_runs_are_named_and_the_same_pairs_are_those_of_every_seed(
-    tmp_path: Path,
-) -> None:
+def test_stopped_runs_are_named_and_the_same_pairs_are_those_of_every_seed(tmp_path: Path) -> None:
     stopped = {"status": "early_stopped", "steps": 107, "stop": UNIFORM_STOP}
     runs = [replace(run, **stopped) if run.arm in "AB" else run for run in FOUR_ARMS]
     row = get_row(compute_contrasts(write_and_load(tmp_path, runs, ("up", [["A", "B"], ["C", "D"]]))), "up")

@@ -118,9 +118,7 @@ def test_the_last_validation_of_a_stopped_run_stands_for_those_that_it_missed(tm
     assert compare.estimate_evaluation_variances(frames) == {"0": pytest.approx(expected)}
 
 
-def test_p_values_count_all_compared_arms_and_all_secondary_outcomes(
-    three_seed_frames: StudyFrames,
-) -> None:
+def test_p_values_count_all_compared_arms_and_all_secondary_outcomes(three_seed_frames: StudyFrames) -> None:
     summary = tables.summarize_arms(three_seed_frames)
     compared = summary[~summary["is_baseline"]]
     assert compared["p_holm"].to_list() == pytest.approx(holm_adjust(compared["p"]), nan_ok=True)
@@ -144,7 +142,6 @@ def test_what_a_report_calls_resolvable_is_what_the_plan_promised(
     runs = [FakeRun(arm, seed) for arm in ("0", "0.1", "1") for seed in range(4)]
     frames = make_frames(tmp_path, *runs)
     pool = compare.collect_outcomes(frames, "late_val_success").noise.paired
-    assert pool is not None
     deviation = np.std(recorded, ddof=1) if recorded else math.sqrt(pool.variance)
     row = get_row(frames, "1")
     assert row["detectable"] == pytest.approx(deviation * compute_resolved_ratio(3, 4))
@@ -152,9 +149,7 @@ def test_what_a_report_calls_resolvable_is_what_the_plan_promised(
         assert row["detectable"] == planned_power.find_resolved_difference(frames.studies[0], 4)
 
 
-def test_the_last_validation_of_a_stopped_run_counts_and_carries_on(
-    six_arm_frames: StudyFrames, summary: pd.DataFrame
-) -> None:
+def test_the_last_validation_of_a_stopped_run_carries_on(six_arm_frames: StudyFrames, summary: pd.DataFrame) -> None:
     row = get_row(summary, "0.3")
     trial = six_arm_frames.trials.set_index("arm").loc["0.3"]
     # Validated at step 45 for the last time, it misses those at 50, 55 and 60.
@@ -184,9 +179,7 @@ def test_gain_is_that_of_the_run_itself(summary: pd.DataFrame) -> None:
     assert "greedy success is unknown or has no interval" in findings.describe_learning(dict(row, arm="0"))[1]
 
 
-def test_three_seeds_and_their_gains_have_the_noise_of_all_arms(
-    three_seed_frames: StudyFrames,
-) -> None:
+def test_three_seeds_and_their_gains_have_the_noise_of_all_arms(three_seed_frames: StudyFrames) -> None:
     late = three_seed_frames.trials[three_seed_frames.trials["status"] != "failed"].pivot_table(
         index="arm", columns="seed", values="late_val_success", sort=False
     )
@@ -251,9 +244,6 @@ def test_a_run_stopped_before_its_first_validation_has_the_success_of_the_base_p
     row = get_row(read_study(folder), "0.1")
     assert row["late_val_success"] == row["base_val_success"]
     assert row["gain"] == 0
-
-
-# Verdicts: a word for each case, and notes on what it leaves out.
 
 
 def make_arm(status: str, steps: int, **fields: Any) -> list[FakeRun]:
@@ -437,9 +427,7 @@ def test_a_single_equal_seed_of_several_is_no_copy(copied_frames: StudyFrames) -
     assert (row["outcome"], row["difference"]) == ("no effect", 0.0)
 
 
-def test_without_late_validations_or_levels_an_interval_or_the_floor_is_left_out(
-    tmp_path: Path,
-) -> None:
+def test_without_late_validations_or_levels_an_interval_or_the_floor_is_left_out(tmp_path: Path) -> None:
     runs = [FakeRun(arm, seed) for arm in ("0", "0.1") for seed in range(3)]
     folder = write_study(tmp_path, runs, FakeStudy(levels=40))
     assert tables.summarize_arms(read_study(folder))["levels_low"].notna().sum() == 1
@@ -529,9 +517,6 @@ def test_no_run_at_all_and_several_studies(tmp_path: Path, six_arm_frames: Study
     twice = StudyFrames(frames.trials, frames.steps, frames.levels, [*frames.studies, *frames.studies])
     with pytest.raises(ValueError, match=r"contain 2 studies \(.*\)\. Select one: frames\.select_study\(NAME\)"):
         tables.summarize_arms(twice)
-
-
-# The axis.
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,9 @@ from analysis.charts.chart import HUES, STOPPED_COLOR, make_spec
 from analysis.data.frames import StudyFrames
 from analysis.data.load import load
 from analysis.report import pages
-from analysis.report.page import render_page, view_sections
 from sandboxes.toys.report.report import ToyResults
 from sandboxes.toys.report.tables import compute_chance_error, make_notes
-from tests.analysis.report.test_pages import parse_page
+from tests.analysis.report.test_pages import parse_page, render_frames
 from tests.fakes.run_folders import make_study_record
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
 from trainable.files.json_values import write_object
@@ -47,14 +46,11 @@ def words(folder: Path) -> str:
 
 def read_words(text: str) -> str:
     """Return the words of a page, without scripts and styles."""
-    return " ".join(parse_page(re.sub(r"<(script|style).*?</\1>", "", text, flags=re.DOTALL)).text.split())
+    return parse_page(re.sub(r"<(script|style).*?</\1>", "", text, flags=re.DOTALL)).words
 
 
 def get_words(frames: StudyFrames) -> str:
-    report = pages.find_report(frames)
-    results = report.make_results(frames)
-    page = render_page(pages.make_heading(report, results), view_sections(report.sections, results, False))
-    return read_words(page)
+    return read_words(render_frames(frames))
 
 
 @pytest.mark.long
