@@ -251,7 +251,7 @@ def test_the_figure_draws_its_tables(frames: StudyFrames) -> None:
     line, interval, _, band, bar, *ends, point, success, other_success = read_layers(chart)
     assert line.list("line", "fraction") == doses[["line", "fraction"]].to_numpy().tolist()
     assert [layer.get_field("y") for layer in (line, interval, success)] == ["fraction", "fraction_low", "success"]
-    assert [layer.get_field("x") for layer in (line, success, other_success, point)] == ["dose", "dose", "dose", "edge"]
+    assert [layer.get_field("x") for layer in (success, other_success, point)] == ["dose", "dose", "edge"]
     bounds = ["line", "fraction_low", "fraction_high"]
     assert interval.list(*bounds) == doses[bounds].to_numpy().tolist()
     assert interval.get_field("y2") == "fraction_high"
