@@ -95,12 +95,8 @@ def make_arm_config(study: Study, preset: str, value: str) -> BaseRunConfig:
 
 
 @SWEEPS
-def test_the_published_grid_is_the_default_on_paper(study: Study) -> None:
+def test_the_published_grid_is_the_default_and_has_the_published_settings(study: Study) -> None:
     assert study.axis.grids["paper"] == tuple(ARMS[study.name])
-
-
-@SWEEPS
-def test_every_published_arm_has_the_published_settings(study: Study) -> None:
     for value, expected in ARMS[study.name].items():
         config = make_arm_config(study, "paper", value)
         assert attrgetter(*KL_FIELDS, "actor.entropy_coeff", *FILTER_FIELDS)(config) == expected
@@ -108,19 +104,13 @@ def test_every_published_arm_has_the_published_settings(study: Study) -> None:
 
 
 @ALL_STUDIES
-def test_every_point_of_every_grid_is_a_configuration_of_its_own(study: Study) -> None:
+def test_points_of_a_grid_are_configurations_and_labels_of_their_own(study: Study) -> None:
     for preset in study.family.presets:
         grid = study.get_grid(preset)
         assert len({make_arm_config(study, preset, value).compute_hash() for value in grid}) == len(grid)
-
-
-@ALL_STUDIES
-def test_labels_name_the_points_of_a_grid(study: Study) -> None:
-    for preset in study.family.presets:
-        labels = [make_value_label(value) for value in study.get_grid(preset)]
-        assert len(set(labels)) == len(labels)
+        assert len({make_value_label(value) for value in grid}) == len(grid)
         base = make_base_config(study, preset)
-        assert study.baseline.format(**study.family.make_template_values(base)) in study.get_grid(preset)
+        assert study.baseline.format(**study.family.make_template_values(base)) in grid
 
 
 def test_a_variant_of_a_preset_differs_in_its_own_settings_alone() -> None:
@@ -171,18 +161,6 @@ def test_a_study_names_only_what_there_is(study: Study) -> None:
     assert {name for template in run_templates for name in list_template_names(template)} <= run_names
     assert list_template_names(templates.probe_log) <= run_names | {"step", "val"}
     assert study.question.strip().endswith("?")
-
-
-@ALL_STUDIES
-def test_contrasts_are_of_different_arms_of_the_study(study: Study) -> None:
-    contrasts = [{"name": name, "pairs": pairs} for name, pairs in study.contrasts.items()]
-    assert len(read_contrasts(make_study_record(contrasts=contrasts))) == len(study.contrasts)
-    for pairs in study.contrasts.values():
-        assert pairs
-        for first, second in pairs:
-            assert first != second
-            # Both arms belong to one grid. A study of another preset has no run of such a pair.
-            assert any({first, second} <= set(grid) for grid in study.axis.grids.values())
 
 
 # Study and first words of a contrast -> the settings in which its pairs differ.
@@ -254,8 +232,15 @@ DIFFERING_FIELDS = {
 
 
 @ALL_STUDIES
-def test_the_pairs_of_a_contrast_differ_in_what_it_says(study: Study) -> None:
+def test_contrasts_are_of_different_arms_that_differ_in_what_they_say(study: Study) -> None:
+    contrasts = [{"name": name, "pairs": pairs} for name, pairs in study.contrasts.items()]
+    assert len(read_contrasts(make_study_record(contrasts=contrasts))) == len(study.contrasts)
     for name, pairs in study.contrasts.items():
+        assert pairs
+        for first, second in pairs:
+            assert first != second
+            # Both arms belong to one grid. A study of another preset has no run of such a pair.
+            assert any({first, second} <= set(grid) for grid in study.axis.grids.values())
         (expected_fields,) = [
             fields
             for (study_name, name_start), fields in DIFFERING_FIELDS.items()
@@ -393,9 +378,8 @@ def test_the_entropy_question_crosses_normalization_and_clip_and_adds_tpo() -> N
         for prefix, normalized in (("std", True), ("nostd", False))
         for name, clip in clips.items()
     }
-    assert {(config.algorithm.adv_estimator, config.actor.policy_loss) for config in arms.values()} == {
-        ("grpo", "ppo_clip")
-    }
+    kinds = {(config.algorithm.adv_estimator, config.actor.policy_loss) for config in arms.values()}
+    assert kinds == {("grpo", "ppo_clip")}
     assert (tpo.algorithm.adv_estimator, tpo.actor.policy_loss, tpo.actor.tpo_eta) == ("group_skill", "tpo", 1.0)
     for config in (tpo, *arms.values()):
         assert not config.actor.use_kl_loss

@@ -35,12 +35,12 @@ def read_spec(chart: alt.TopLevelMixin) -> dict[str, Any]:
 def read_layers(chart: alt.TopLevelMixin) -> list[Layer]:
     """Return the layers of a chart or of all of its panels."""
     spec = read_spec(chart)
-    return [_read_layer(spec, layer) for panel in spec.get("vconcat", [spec]) for layer in panel["layer"]]
+    return [_read_layer(spec, panel, layer) for panel in spec.get("vconcat", [spec]) for layer in panel["layer"]]
 
 
-def _read_layer(spec: dict[str, Any], layer: dict[str, Any]) -> Layer:
-    # Data that all layers share belong to the chart.
-    rows = pd.DataFrame(spec["datasets"][layer.get("data", spec.get("data"))["name"]])
+def _read_layer(spec: dict[str, Any], panel: dict[str, Any], layer: dict[str, Any]) -> Layer:
+    # Data that all layers share belong to the panel or the chart.
+    rows = pd.DataFrame(spec["datasets"][layer.get("data", panel.get("data", spec.get("data")))["name"]])
     for transform in layer.get("transform", ()):
         ((column, value),) = re.findall(r"^(?:isValid\()?datum\.(\w+)(?:\)| == '(\w+)')$", transform["filter"])
         rows = rows[rows[column] == value if value else rows[column].notna()]

@@ -128,7 +128,7 @@ def test_pictures_have_a_width_in_pixels_and_files_are_on_white() -> None:
     assert CHART.to_dict()["width"] == "container"
 
 
-def test_an_embedded_picture_has_a_label_no_size_and_names_of_its_own() -> None:
+def test_an_embedded_picture_has_names_of_its_own_and_a_chart_no_control_character() -> None:
     svg = (
         '<?xml version="1.0"?><svg class="marks" width="30" height="20" viewBox="0 0 30 20"><clipPath id="c"/>'
         '<g clip-path="url(#c)"><use href="#c"/></g></svg>'
@@ -137,9 +137,6 @@ def test_an_embedded_picture_has_a_label_no_size_and_names_of_its_own() -> None:
         '<svg role="img" aria-label="Of &quot;&lt;b&gt;\\x1b" style="--width: 30px" class="marks" '
         'viewBox="0 0 30 20"><clipPath id="dose-c"/><g clip-path="url(#dose-c)"><use href="#dose-c"/></g></svg>'
     )
-
-
-def test_a_chart_has_no_control_character_and_counts_its_rows() -> None:
     spec: dict[str, Any] = charts.make_spec(CHART)
     assert [row["arm"] for rows in spec["datasets"].values() for row in rows] == ["a", r"b\x00"]
     assert charts.count_rows(spec) == 2

@@ -68,7 +68,11 @@ def test_targets_of_the_pointer_are_not_in_pictures(table: pd.DataFrame, colors:
     assert svg.count('aria-roledescription="line mark"') >= table["run_id"].nunique()
 
 
-def test_curves_of_one_point_have_a_mark(table: pd.DataFrame, colors: Colors) -> None:
+def test_means_have_bands_and_single_points_a_mark(table: pd.DataFrame, means: pd.DataFrame, colors: Colors) -> None:
+    band = read_curves(table, means.assign(standard_error=0.125), colors)["band"]
+    assert (band.mark["type"], band.get_field("y"), band.get_field("y2")) == ("area", "low", "high")
+    assert band.rows["low"].to_list() == pytest.approx((means["value"] - 0.125).to_list())
+    assert band.rows["high"].to_list() == pytest.approx((means["value"] + 0.125).to_list())
     table = table.drop_duplicates("run_id")
     means = series.compute_mean_curves(table)
     layers = read_curves(table, means, colors)
@@ -77,13 +81,6 @@ def test_curves_of_one_point_have_a_mark(table: pd.DataFrame, colors: Colors) ->
     assert layers["thin"].rows.empty
     assert layers["thick"].rows.empty
     assert "<svg" in charts.draw_svg(read_spec(draw_curves(table[:0], means[:0], colors, "no curve")))
-
-
-def test_a_mean_with_an_error_has_a_band(table: pd.DataFrame, means: pd.DataFrame, colors: Colors) -> None:
-    band = read_curves(table, means.assign(standard_error=0.125), colors)["band"]
-    assert (band.mark["type"], band.get_field("y"), band.get_field("y2")) == ("area", "low", "high")
-    assert band.rows["low"].to_list() == pytest.approx((means["value"] - 0.125).to_list())
-    assert band.rows["high"].to_list() == pytest.approx((means["value"] + 0.125).to_list())
 
 
 def test_long_curves_are_thinned_and_keep_their_last_points(
@@ -158,5 +155,6 @@ def test_intervals_are_beside_zero_the_margin_and_their_pairs() -> None:
     assert (bounds.get_field("x"), bounds.get_field("x2")) == ("difference_low", "difference_high")
     assert points.list("name", "difference") == [["up", 0.2], ["down", -0.3]]
     assert points.encoding["y"]["sort"] == ["up", "down"]
+    assert (points.mark["filled"], rings.mark.get("filled", False)) == (True, False)
     assert points.encoding["x"]["axis"]["title"] == "label"
     assert len(read_layers(draw_intervals(table, "label"))) == 3

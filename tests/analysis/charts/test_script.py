@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import vl_convert
@@ -37,10 +38,9 @@ def test_the_script_is_put_together_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_who_has_no_home_folder_has_reports_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(script, "find_cache_folder", refuse)
+    monkeypatch.setattr(
+        script, "find_cache_folder", Mock(side_effect=RuntimeError("Could not determine home directory."))
+    )
     monkeypatch.setattr(vl_convert, "javascript_bundle", lambda code: f"{code}</script>")
     assert "[data-chart]" in make_script().text
     assert make_script().text.endswith("<\\/script>")

@@ -2,7 +2,6 @@ import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,19 +16,22 @@ from trainable.runs.run_files import ENDS_KEY, EPISODES_FILE, METRICS_FILE
 
 FIRST_TURN = RecordedTurn("<|im_start|>user\n#P\n", "\x1b[2J</think>", ("Up", "Left"), -0.2, True)
 NUMBERS = st.floats(-1e9, 1e9)
+REPLIES = st.tuples(st.text(), st.text(), st.tuples(st.text()), NUMBERS, st.booleans())
+TURNS = st.builds(lambda reply, *weights: RecordedTurn(*reply, *weights), REPLIES, *[st.none() | NUMBERS] * 2)
 LAST_TURN = RecordedTurn("Turn 2", "", (), -0.1, False)
+WRONG_PARTS = ({"reply": "\ud800"}, {"actions": [1]}, {"reward": "1"}, {"valid": 1}, {"advantage": "1"})
 
 
 def make_episode(step: int, level: int, score: float = -0.3) -> RecordedEpisode:
     return RecordedEpisode(step, level, (FIRST_TURN, LAST_TURN), False, "out of turns", score)
 
 
-def write_run(folder: Path, *episodes: RecordedEpisode) -> None:
+def write_run(folder: Path, *episodes: RecordedEpisode, step: int = 1) -> None:
     """Write episodes, and the row of one step that vouches for them."""
     for episode in episodes:
         append_record(folder / EPISODES_FILE, episode.to_line())
     ends = {EPISODES_FILE: list(read_lines(folder / EPISODES_FILE).end)} if episodes else {}
-    append_record(folder / METRICS_FILE, {"step": 1, ENDS_KEY: ends})
+    append_record(folder / METRICS_FILE, {"step": step, ENDS_KEY: ends})
 
 
 def read_with_problems(folder: Path) -> tuple[list[RecordedEpisode], list[str]]:
@@ -51,21 +53,7 @@ def test_trained_episodes_are_read_beside_those_of_validations(tmp_path: Path) -
 
 
 @pytest.mark.long
-@given(
-    st.lists(
-        st.builds(
-            RecordedTurn,
-            st.text(),
-            st.text(),
-            st.tuples(st.text()),
-            NUMBERS,
-            st.booleans(),
-            st.none() | NUMBERS,
-            st.none() | NUMBERS,
-        )
-    ),
-    st.floats(-1e300, 1e300),
-)
+@given(st.lists(TURNS), st.floats(-1e300, 1e300))
 def test_a_line_keeps_every_text_and_every_digit(
     tmp_path_factory: pytest.TempPathFactory, turns: list[RecordedTurn], score: float
 ) -> None:
@@ -124,32 +112,24 @@ def test_a_tree_is_read_and_written_with_its_children(tmp_path: Path) -> None:
 )
 def test_a_damaged_child_is_named(tmp_path: Path, children: object) -> None:
     append_record(tmp_path / EPISODES_FILE, {**make_tree().to_line(), "children": children})
-    ends = {EPISODES_FILE: list(read_lines(tmp_path / EPISODES_FILE).end)}
-    append_record(tmp_path / METRICS_FILE, {"step": 1, ENDS_KEY: ends})
-    episodes, problems = read_with_problems(tmp_path)
+    episodes, (problem,) = read_with_problems(tmp_path)
     assert episodes == []
-    assert any("that is no episode: see children" in problem for problem in problems)
-
-
-def test_a_run_without_the_file_has_no_episodes(tmp_path: Path) -> None:
-    """Runs of older versions, and runs that record none."""
-    write_run(tmp_path)
-    assert read_with_problems(tmp_path) == ([], [])
+    assert "that is no episode: see children" in problem
 
 
 def test_a_repeated_episode_replaces_the_earlier_one_and_drops_later_steps(tmp_path: Path) -> None:
     write_run(tmp_path, make_episode(0, 123), make_episode(5, 123), make_episode(10, 123), make_episode(5, 123, 10.7))
     assert read_with_problems(tmp_path) == ([make_episode(0, 123), make_episode(5, 123, 10.7)], [])
+    # Runs of older versions, and runs that record none.
+    (tmp_path / "empty").mkdir()
+    write_run(tmp_path / "empty")
+    assert read_with_problems(tmp_path / "empty") == ([], [])
 
 
 @pytest.mark.parametrize(
     ("change", "levels", "problem"),
     [
-        (
-            lambda content: content.replace(b'"level": 124', b'"level": 134'),
-            [123, 125],
-            "does not match its checksums at line 2",
-        ),
+        (lambda content: content.replace(b": 124", b": 134"), [123, 125], "does not match its checksums at line 2"),
         (
             lambda content: content[: content.rindex(b"\n", 0, -1) + 1],
             [123, 124],
@@ -179,34 +159,19 @@ def test_a_file_that_is_refused_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("step", None),
-        ("step", True),
-        ("step", -1),
-        ("step", 2**63),
+        *(("step", value) for value in (None, True, -1, 2**63)),
+        *(("turns", value) for value in ({}, ["text"], [{"reply": "U"}])),
+        *(("turns", [{**FIRST_TURN._asdict(), **change}]) for change in WRONG_PARTS),
+        *(("rollout", value) for value in (-1, "0")),
+        *(("score", value) for value in (None, 10**400)),
         ("level", "123"),
-        ("turns", {}),
-        ("turns", ["text"]),
-        ("turns", [{**FIRST_TURN._asdict(), "reply": "\ud800"}]),
-        ("turns", [{**FIRST_TURN._asdict(), "actions": [1]}]),
-        ("turns", [{**FIRST_TURN._asdict(), "reward": "1"}]),
-        ("turns", [{**FIRST_TURN._asdict(), "valid": 1}]),
-        ("turns", [{"reply": "U"}]),
-        ("turns", [{**FIRST_TURN._asdict(), "advantage": "1"}]),
-        ("rollout", -1),
-        ("rollout", "0"),
         ("success", "no"),
         ("stop_reason", 3),
-        ("score", None),
-        ("score", 10**400),
     ],
 )
 def test_a_line_that_no_run_writes_is_left_out_and_named(tmp_path: Path, name: str, value: object) -> None:
     write_run(tmp_path, make_episode(0, 123), make_episode(1, 124))
-
-    def change(records: list[dict[str, Any]]) -> None:
-        records[1][name] = value
-
-    change_records(tmp_path / EPISODES_FILE, change)
+    change_records(tmp_path / EPISODES_FILE, lambda records: records[1].update({name: value}))
     (tmp_path / METRICS_FILE).unlink()  # its row would miss the line that was written
     episodes, (problem,) = read_with_problems(tmp_path)
     assert episodes == [make_episode(0, 123)]

@@ -50,14 +50,12 @@ def test_columns_are_those_of_the_family(tmp_path: Path) -> None:
     assert frames.families == [FAMILIES["update_rules"]]
     assert all(frame.empty for frame in (frames.levels, frames.gradients, frames.gradient_groups))
     assert frames.trials.loc[0, "config/method"] == "DG"
-    for name in FRAME_NAMES:
+    for name, schema in get_schemas("update_rules").items():
         dtypes = getattr(frames, name).dtypes
-        assert {column: str(dtypes[column]) for column in get_schemas("update_rules")[name]} == dict(
-            get_schemas("update_rules")[name]
-        )
+        assert {column: str(dtypes[column]) for column in schema} == dict(schema)
 
 
-def test_a_study_without_a_family_is_of_language_models(tmp_path: Path) -> None:
+def test_a_study_without_a_family_is_of_language_models_and_shared_names_have_one_type(tmp_path: Path) -> None:
     folder = run_folders.write_study(tmp_path, [run_folders.FakeRun("0", steps=3)])
     frames = read_study(folder)
     assert frames.families == [FAMILIES["ppo"]]
@@ -65,9 +63,6 @@ def test_a_study_without_a_family_is_of_language_models(tmp_path: Path) -> None:
     assert "final_val_success" in frames.trials
     write_object(folder / "study.json", {**read_object(folder / "study.json"), "family": "ppo"})
     assert diff_all_frames(frames, read_study(folder)) == []
-
-
-def test_names_that_families_share_have_one_type_and_times_are_not_compared() -> None:
     for name in FRAME_NAMES:
         column_types = [set(get_schemas(family.name)[name].items()) for family in FAMILIES.values()]
         merged_types = set.union(*column_types)
@@ -217,33 +212,22 @@ def test_studies_of_two_families_are_loaded_into_the_same_frames(tmp_path: Path)
             assert analysis.diff_frames(selected, separate) == []
 
 
-def test_an_unknown_family_is_named(tmp_path: Path) -> None:
+def test_an_unknown_family_is_named_and_a_column_of_none_has_no_curve(tmp_path: Path) -> None:
     folder = write_sandbox(tmp_path, [FakeRun("DG", steps=60)], FakeStudy(extra={"family": "trees"}))
     with pytest.raises(ValueError, match=r"`influence` names the family 'trees', .* Known families: ppo, update_rules"):
         load(folder)
     assert get_family(make_study_record()) is FAMILIES["ppo"]
-
-
-def test_a_column_of_no_family_has_no_curve(tmp_path: Path) -> None:
-    frames = read_one_run(tmp_path, FakeRun("DG", steps=60))
+    frames = read_one_run(tmp_path / "known", FakeRun("DG", steps=60))
     assert make_curves(frames, "test_error")["step"].to_list() == [0, 20, 40, 60]
     with pytest.raises(ValueError, match="no step column `val_success`"):
         make_curves(frames, "val_success")
 
 
-@pytest.mark.parametrize(
-    ("curve", "expected"),
-    [
-        ([(0, 9.0), (5, 1.0), (10, 2.0), (15, 3.0), (20, 4.0), (25, 5.0)], 3.5),  # the last four
-        ([(0, 9.0), (5, 1.0), (10, 2.0)], 1.5),  # all, without the one before training
-        ([(0, 9.0)], 9.0),
-        ([], None),
-    ],
-)
-def test_the_outcome_is_the_mean_of_the_last_four_evaluations(
-    curve: list[tuple[int, float]], expected: float | None
-) -> None:
-    assert compute_late_mean(curve, None) == expected
+def test_the_outcome_is_the_mean_of_the_last_four_evaluations() -> None:
+    curve = [(0, 9.0), (5, 1.0), (10, 2.0), (15, 3.0), (20, 4.0), (25, 5.0)]
+    # Without the one before training, unless there is no other.
+    means = [compute_late_mean(curve[:count], None) for count in (6, 3, 1, 0)]
+    assert means == [3.5, 1.5, 9.0, None]
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.integers(1, 7), st.integers(0, 30))

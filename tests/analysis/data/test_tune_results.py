@@ -23,15 +23,9 @@ def make_result(
     folder.mkdir()
     if reports:
         (folder / "result.json").write_text("".join(f"{json.dumps(report)}\n" for report in reports))
-    has_config = bool(reports)
-    return SimpleNamespace(
-        path=str(folder),
-        filesystem=LocalFileSystem(),
-        config=dict(config) if has_config else None,
-        metrics=reports[-1] if reports else None,
-        error=error,
-        checkpoint=None,
-    )
+    known = (dict(config), reports[-1]) if reports else (None, None)
+    places = {"path": str(folder), "filesystem": LocalFileSystem(), "checkpoint": None}
+    return SimpleNamespace(**places, config=known[0], metrics=known[1], error=error)
 
 
 def make_reports(seed: int, last_step: int, **last: Any) -> list[dict[str, Any]]:
@@ -39,9 +33,7 @@ def make_reports(seed: int, last_step: int, **last: Any) -> list[dict[str, Any]]
     reports = []
     for step in range(1, last_step + 1):
         report = {"run_id": f"r{seed}", "seed": seed, "step": step, "val_success": 0.25 * min(step, 2)}
-        reports.append(
-            {**report, "carried": "" if step == 2 else "val_success", "finished": step == 3, "trial_id": "t"}
-        )
+        reports.append(report | {"carried": "" if step == 2 else "val_success", "finished": step == 3, "trial_id": "t"})
     reports[-1] |= last
     return reports
 
@@ -59,18 +51,14 @@ def describe(frames: Any) -> list[tuple[Any, ...]]:
 def test_each_end_has_its_status(tmp_path: Path) -> None:
     stop = {"stop_rule": "low_validation_success", "stop_value": 0.1, "stop_threshold": 0.2, "stop_step": 2}
     failure = {"failure": "KeyError: 'x'", "failure_class": "error", "carried": "val_success step"}
-    grid = Grid(
-        [
-            make_result(tmp_path / "a", {**STEPS, "actor.lr": 1, "seed": 0}, make_reports(0, 3)),
-            make_result(tmp_path / "b", {**STEPS, "actor.lr": 1, "seed": 1}, make_reports(1, 2)),
-            make_result(tmp_path / "c", {**STEPS, "actor.lr": 2, "seed": 0}, make_reports(0, 2, **stop, finished=True)),
-            make_result(
-                tmp_path / "d", {**STEPS, "actor.lr": 2, "seed": 1}, [*make_reports(1, 2), {"run_id": "r1", **failure}]
-            ),
-            make_result(tmp_path / "e", {}, [], error=RuntimeError("the node has gone")),
-        ]
-    )
-    frames = analysis.load(grid, baseline="1")
+    reports = [make_reports(0, 3), make_reports(1, 2), make_reports(0, 2, **stop, finished=True)]
+    reports.append([*make_reports(1, 2), {"run_id": "r1", **failure}])
+    results = [
+        make_result(tmp_path / str(number), {**STEPS, "actor.lr": 1 + number // 2, "seed": number % 2}, lines)
+        for number, lines in enumerate(reports)
+    ]
+    lost = make_result(tmp_path / "lost", {}, [], error=RuntimeError("the node has gone"))
+    frames = analysis.load(Grid([*results, lost]), baseline="1")
     assert describe(frames) == [
         ("1", 0, "completed"),
         ("1", 1, "censored"),  # nobody knows what it would have reached
@@ -94,12 +82,8 @@ def test_a_carried_value_is_no_measurement_and_a_restored_trial_has_each_step_on
 
 
 def test_the_repetitions_of_tune_are_seeds_of_an_arm(tmp_path: Path) -> None:
-    results = [
-        make_result(
-            tmp_path / f"{index}", {**STEPS, "actor.lr": 1, "seed": 0, "__trial_index__": index}, make_reports(index, 3)
-        )
-        for index in (0, 1)
-    ]
+    configs = [{**STEPS, "actor.lr": 1, "seed": 0, "__trial_index__": index} for index in (0, 1)]
+    results = [make_result(tmp_path / f"{index}", configs[index], make_reports(index, 3)) for index in (0, 1)]
     assert describe(analysis.load(Grid(results))) == [("all", 0, "completed"), ("all", 1, "completed")]
 
 
@@ -113,21 +97,15 @@ def make_toy_reports(rows: dict[int, int], failed: dict[int, str]) -> Iterator[d
 
 
 def test_a_seed_that_failed_alone_is_failed_with_its_reason(tmp_path: Path) -> None:
-    config = {
-        **STEPS,
-        "task": "token_reversal",
-        "seed": [0, 1, 2],
-        "run": {"family": "update_rules", "study": "influence"},
-    }
+    run = {"family": "update_rules", "study": "influence"}
+    config = {**STEPS, "task": "token_reversal", "seed": [0, 1, 2], "run": run}
     reports = list(make_toy_reports({0: 3, 1: 1}, {1: "the loss is nan", 2: "the loss is inf"}))
     frames = analysis.load(Grid([make_result(tmp_path / "a", config, reports)]))
     assert describe(frames) == [("all", 0, "completed"), ("all", 1, "failed"), ("all", 2, "failed")]
     assert frames.trials["reason"].tolist()[1:] == ["the loss is nan", "the loss is inf"]
     # A failure of the whole trial is none of the seeds that had ended before.
-    reports = [
-        *make_toy_reports({0: 3, 1: 1}, {}),
-        {"failure": "KeyError: 'x'", "failure_class": "error", "failed": {}},
-    ]
+    failure = {"failure": "KeyError: 'x'", "failure_class": "error", "failed": {}}
+    reports = [*make_toy_reports({0: 3, 1: 1}, {}), failure]
     frames = analysis.load(Grid([make_result(tmp_path / "b", config, reports)]))
     assert describe(frames) == [("all", 0, "completed"), ("all", 1, "failed")]
 

@@ -38,7 +38,7 @@ def list_analyses(frames: StudyFrames) -> list[tuple[int, str, bool]]:
     return [(int(step), str(source), bool(prefilter)) for step, source, prefilter in names.to_numpy()]
 
 
-def test_every_number_of_a_line_is_in_its_row(tmp_path: Path) -> None:
+def test_every_number_and_every_group_of_a_line_is_in_a_row(tmp_path: Path) -> None:
     fake_analysis = FakeAnalysis(51, components=("task", "entropy", "kl"))
     frames, line = read_study(write_analyzed_study(tmp_path, fake_analysis)), fake_analysis.make_line()
     assert list(frames.gradients) == [column.name for column in (*ROW_COLUMNS, *GRADIENT_COLUMNS)]
@@ -48,10 +48,7 @@ def test_every_number_of_a_line_is_in_its_row(tmp_path: Path) -> None:
         assert (row["source"], row["prefilter"]) == ("train", False)
         for name, value in line_row.items():
             assert pd.isna(row[name]) if value is None else row[name] == value
-
-
-def test_every_group_of_a_line_is_a_row(tmp_path: Path) -> None:
-    frames = read_study(write_analyzed_study(tmp_path, FIRST_ANALYSIS))
+    frames = read_study(write_analyzed_study(tmp_path / "groups", FIRST_ANALYSIS))
     names = [column.name for column in (*ROW_COLUMNS, *GRADIENT_COLUMNS[:3], *GRADIENT_GROUP_COLUMNS)]
     assert list(frames.gradient_groups) == names
     groups = frames.gradient_groups[["bucket", "group", "reward_std"]].to_dict("records")
@@ -59,36 +56,34 @@ def test_every_group_of_a_line_is_a_row(tmp_path: Path) -> None:
     assert len(groups) == 24
 
 
-def test_the_last_line_of_an_analysis_counts(tmp_path: Path) -> None:
+def test_the_last_line_of_an_analysis_or_a_probe_counts(tmp_path: Path) -> None:
     prefilter_analysis, repeated_analysis = replace(FIRST_ANALYSIS, prefilter=True), replace(FIRST_ANALYSIS, seed=1)
     folder = write_analyzed_study(tmp_path, prefilter_analysis, FIRST_ANALYSIS, repeated_analysis)
     assert list_analyses(read_study(folder)) == [(1, "train", False), (1, "train", True)]
     write_lines(get_path(folder), [prefilter_analysis.make_line(), repeated_analysis.make_line()])
     expected_frames = read_study(folder)
-    write_lines(
-        get_path(folder), [prefilter_analysis.make_line(), FIRST_ANALYSIS.make_line(), repeated_analysis.make_line()]
-    )
+    analyses = (prefilter_analysis, FIRST_ANALYSIS, repeated_analysis)
+    write_lines(get_path(folder), [fake_analysis.make_line() for fake_analysis in analyses])
     assert diff_all_frames(read_study(folder), expected_frames) == []
-
-
-def test_a_run_that_went_back_loses_later_analyses_and_no_probe(tmp_path: Path) -> None:
-    later = [LATER_ANALYSIS, replace(LATER_ANALYSIS, prefilter=True), FakeAnalysis(11, prefilter=True)]
-    probes = [FakeAnalysis(step, "probe") for step in (101, 51, 75)]
-    frames = read_study(write_analyzed_study(tmp_path, FIRST_ANALYSIS, *later, *probes))
-    expected = [(1, "train", False), (11, "train", True), *((step, "probe", False) for step in (51, 75, 101))]
-    assert list_analyses(frames) == expected
-
-
-def test_the_last_probe_of_a_checkpoint_counts(tmp_path: Path) -> None:
     first, second = FakeAnalysis(51, "probe"), FakeAnalysis(51, "probe", components=("task",))
-    frames = read_study(write_analyzed_study(tmp_path, first, FakeAnalysis(51, "probe", prefilter=True), second))
+    frames = read_study(
+        write_analyzed_study(tmp_path / "probes", first, FakeAnalysis(51, "probe", prefilter=True), second)
+    )
     assert list_analyses(frames) == [(51, "probe", False), (51, "probe", True)]
     postfilter_rows = frames.gradients[~frames.gradients["prefilter"]]
     assert set(postfilter_rows["component"]) == {"task", "total"}
 
 
-def drop_key(line: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in line.items() if key != name}
+def test_a_run_that_went_back_loses_later_analyses_and_no_probe_and_frames_may_have_none(tmp_path: Path) -> None:
+    later = [LATER_ANALYSIS, replace(LATER_ANALYSIS, prefilter=True), FakeAnalysis(11, prefilter=True)]
+    probes = [FakeAnalysis(step, "probe") for step in (101, 51, 75)]
+    frames = read_study(write_analyzed_study(tmp_path, FIRST_ANALYSIS, *later, *probes))
+    expected = [(1, "train", False), (11, "train", True), *((step, "probe", False) for step in (51, 75, 101))]
+    assert list_analyses(frames) == expected
+    loaded_frames = read_study(write_analyzed_study(tmp_path / "none"))
+    built_frames = StudyFrames(loaded_frames.trials, loaded_frames.steps, loaded_frames.levels, loaded_frames.study)
+    assert diff_all_frames(built_frames, loaded_frames) == []
+    assert built_frames.gradients.dtypes.equals(loaded_frames.gradients.dtypes)
 
 
 def change_first_row(line: dict[str, Any], list_name: str, name: str, value: object) -> dict[str, Any]:
@@ -96,19 +91,16 @@ def change_first_row(line: dict[str, Any], list_name: str, name: str, value: obj
 
 
 ODD_LINES = [
-    *(drop_key(LATER_ANALYSIS.make_line(), name) for name in ("step", "source", "prefilter", "rows", "groups")),
-    {**LATER_ANALYSIS.make_line(), "step": "51"},
-    {**LATER_ANALYSIS.make_line(), "step": -1},
-    {**LATER_ANALYSIS.make_line(), "step": True},
-    {**LATER_ANALYSIS.make_line(), "source": "test"},
-    {**LATER_ANALYSIS.make_line(), "source": ["train"]},
-    {**LATER_ANALYSIS.make_line(), "prefilter": 0},
-    {**LATER_ANALYSIS.make_line(), "rows": {}},
-    {**LATER_ANALYSIS.make_line(), "rows": [1]},
-    {**LATER_ANALYSIS.make_line(), "groups": "none"},
-    change_first_row(LATER_ANALYSIS.make_line(), "rows", "bucket", None),
+    *(
+        {key: value for key, value in LATER_ANALYSIS.make_line().items() if key != name}
+        for name in ("step", "source", "prefilter", "rows", "groups")
+    ),
+    *(LATER_ANALYSIS.make_line() | {"step": step} for step in ("51", -1, True)),
+    *(LATER_ANALYSIS.make_line() | {"source": source} for source in ("test", ["train"])),
+    *(LATER_ANALYSIS.make_line() | {"rows": rows} for rows in ({}, [1])),
+    *(LATER_ANALYSIS.make_line() | change for change in ({"prefilter": 0}, {"groups": "none"})),
+    *(change_first_row(LATER_ANALYSIS.make_line(), "rows", name, None) for name in ("bucket", "uses_training_batch")),
     change_first_row(LATER_ANALYSIS.make_line(), "rows", "component", 3),
-    change_first_row(LATER_ANALYSIS.make_line(), "rows", "uses_training_batch", None),
     change_first_row(LATER_ANALYSIS.make_line(), "groups", "group", 1.5),
 ]
 
@@ -149,13 +141,6 @@ def test_a_value_that_does_not_fit_its_column_is_missing_and_types_stay(tmp_path
         assert len(frames.gradients) == len(rows)
         assert frames.gradients["noise"].dropna().to_list() == [row["noise"] for row in rows if "noise" in row]
         assert frames.gradient_groups["reward_std"].isna().to_list() == ([True] + [False] * 23) * bool(rows)
-
-
-def test_frames_without_analyses_can_be_made_by_hand(tmp_path: Path) -> None:
-    loaded_frames = read_study(write_analyzed_study(tmp_path))
-    built_frames = StudyFrames(loaded_frames.trials, loaded_frames.steps, loaded_frames.levels, loaded_frames.study)
-    assert diff_all_frames(built_frames, loaded_frames) == []
-    assert built_frames.gradients.dtypes.equals(loaded_frames.gradients.dtypes)
 
 
 def test_analyses_of_several_studies_are_distinguished(tmp_path: Path) -> None:

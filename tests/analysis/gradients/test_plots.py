@@ -36,11 +36,8 @@ Spec = dict[str, Any]
 
 
 def get_column(fake_analysis: FakeAnalysis, component: str, column: str) -> list[float]:
-    return [
-        row[column]
-        for row in fake_analysis.make_line()["rows"]
-        if row["component"] == component and row["bucket"] != "all"
-    ]
+    rows = fake_analysis.make_line()["rows"]
+    return [row[column] for row in rows if row["component"] == component and row["bucket"] != "all"]
 
 
 def get_rows(chart: Any, number: int = 0) -> list[Spec]:
@@ -79,8 +76,9 @@ def draw_signal(rows: pd.DataFrame, column: str = "signal_share") -> Any:
     return plots.draw_signal(*tables, "title", "share")
 
 
-def test_norms_are_bars_by_bucket_and_a_term_that_is_off_says_so(tmp_path: Path) -> None:
-    chart = plots.draw_norms(gradients.make_bucket_table(make_frames(tmp_path, AFTER).gradients), "run, step 51")
+def test_norms_and_reward_stds_are_bars_by_bucket_and_a_term_that_is_off_says_so(tmp_path: Path) -> None:
+    rows_of_study = make_frames(tmp_path, AFTER).gradients
+    chart = plots.draw_norms(gradients.make_bucket_table(rows_of_study), "run, step 51")
     kl, entropy, task = get_panels(chart).values()
     names = [name.partition(",")[0] for name in get_panels(chart)]
     assert names == ["KL gradient", "entropy gradient", "task (policy) gradient"]
@@ -91,6 +89,17 @@ def test_norms_are_bars_by_bucket_and_a_term_that_is_off_says_so(tmp_path: Path)
     assert get_title(chart) == ["Gradient norms", "run, step 51"]
     smallest, largest = (get_column(AFTER, "task", f"reward_std_{end}")[5] for end in ("min", "max"))
     assert f"{smallest:.3f} to {largest:.3f}" in charts.make_spec(chart)["title"]["subtitle"][-1]
+    chart = plots.draw_normalized_norms(gradients.make_bucket_table(rows_of_study), "title")
+    panels = get_panels(chart)
+    for unit, column in (("sequences", "norm_per_sample"), ("trained tokens", "norm_per_token")):
+        rows = panels[f"task (policy) norm / {unit} (1)"]
+        assert get_values(rows, "value") == get_column(AFTER, "task", column)
+    assert charts.make_spec(chart)["resolve"] == {"scale": {"y": "independent"}}
+    assert get_texts(chart).count("KL is off: the loss has no such term") == 2
+    table = gradients.make_summary_table(rows_of_study)
+    (rows,) = get_panels(plots.draw_reward_std(table, "title")).values()
+    assert get_values(rows, "value") == get_column(AFTER, "task", "reward_std_mean")
+    assert get_values(rows, "bucket") == list("123456")
 
 
 def test_losses_are_bars_also_below_zero(tmp_path: Path) -> None:
@@ -102,23 +111,6 @@ def test_losses_are_bars_also_below_zero(tmp_path: Path) -> None:
         assert get_values(rows, "value") == get_column(WITH_KL, component, "loss")
         assert max(get_values(rows, "value")) < 0
     assert f"−{abs(get_column(WITH_KL, 'task', 'loss')[0]):.3g}" in get_texts(chart)
-
-
-def test_reward_std_has_one_bar_per_bucket(tmp_path: Path) -> None:
-    table = gradients.make_summary_table(make_frames(tmp_path, AFTER).gradients)
-    (rows,) = get_panels(plots.draw_reward_std(table, "title")).values()
-    assert get_values(rows, "value") == get_column(AFTER, "task", "reward_std_mean")
-    assert get_values(rows, "bucket") == list("123456")
-
-
-def test_norms_per_sequence_and_per_token_have_their_own_scales(tmp_path: Path) -> None:
-    chart = plots.draw_normalized_norms(gradients.make_bucket_table(make_frames(tmp_path, AFTER).gradients), "title")
-    panels = get_panels(chart)
-    for unit, column in (("sequences", "norm_per_sample"), ("trained tokens", "norm_per_token")):
-        rows = panels[f"task (policy) norm / {unit} (1)"]
-        assert get_values(rows, "value") == get_column(AFTER, "task", column)
-    assert charts.make_spec(chart)["resolve"] == {"scale": {"y": "independent"}}
-    assert get_texts(chart).count("KL is off: the loss has no such term") == 2
 
 
 def test_the_summary_draws_spread_task_and_regularizer(tmp_path: Path) -> None:
@@ -207,16 +199,13 @@ def test_signal_has_its_interval_before_and_after_the_filter(tmp_path: Path) -> 
     assert heights == [[{"at": 0.0}], [{"at": 1.0}]]
 
 
-def test_a_signal_without_an_interval_is_drawn_without_bars(tmp_path: Path) -> None:
+def test_a_signal_without_an_interval_has_no_bars_and_a_batch_without_any_ratio_says_so(tmp_path: Path) -> None:
     rows = get_rows(draw_signal(make_frames(tmp_path, replace(AFTER, folds=2)).gradients))
     task = [row for row in rows if row["line"] == "task (policy)"]
     assert get_values(task, "value") == get_column(AFTER, "task", "snr")
     assert get_values(task, "low", "high") == [(None, None)] * 6
-
-
-def test_a_batch_without_any_ratio_says_so(tmp_path: Path) -> None:
     note = "no ratio: a bucket needs two groups with a gradient"
-    rows = make_frames(tmp_path, AFTER).gradients
+    rows = make_frames(tmp_path / "ratios", AFTER).gradients
     assert get_texts(draw_signal(rows.assign(snr=np.nan, snr_low=np.nan, snr_high=np.nan))).count(note) == 1
     assert note not in get_texts(draw_signal(rows, "share"))
 
@@ -266,18 +255,14 @@ def test_files_have_the_published_names_and_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_step_whose_filter_kept_nothing_is_drawn_before_it(tmp_path: Path) -> None:
+def test_titles_say_what_is_before_the_filter_and_what_is_a_probe(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, BEFORE)
     figures = draw_step(frames.gradients, frames.gradient_groups)
     assert list(figures) == list(PICTURES)
     assert get_title(figures["plots"]) == ["Gradient norms", "arm0-seed0, step 51, before the filter"]
     *_, task = get_panels(figures["plots"]).values()
     assert get_values(task, "value") == get_column(BEFORE, "task", "norm")
-
-
-@pytest.mark.long
-def test_the_title_of_a_probe_says_so(tmp_path: Path) -> None:
-    frames = make_frames(tmp_path, replace(WITH_KL, source="probe"))
+    frames = make_frames(tmp_path / "probe", replace(WITH_KL, source="probe"))
     figures = draw_step(frames.gradients, frames.gradient_groups)
     assert get_title(figures["summary"]) == ["Summary", "arm0-seed0, probe of step 51, after the filter"]
     assert get_title(figures["signal"]) == ["Signal and shares", "arm0-seed0, probe of step 51"]

@@ -46,7 +46,7 @@ def test_published_keys_are_those_of_the_published_system(tmp_path: Path) -> Non
     assert not any(math.isnan(value) for value in metrics.values())
 
 
-def test_published_values_are_those_of_the_rows(tmp_path: Path) -> None:
+def test_published_values_are_those_of_the_rows_and_the_value_loss_is_only_in_the_total(tmp_path: Path) -> None:
     metrics = make_published_metrics(make_rows(tmp_path, replace(AFTER, components=ALL), BEFORE))
     rows = {(row["bucket"], row["component"]): row for row in replace(AFTER, components=ALL).make_line()["rows"]}
     assert metrics["grad_norm/bucket_3/task"] == rows["bucket_3", "task"]["norm"]
@@ -59,11 +59,8 @@ def test_published_values_are_those_of_the_rows(tmp_path: Path) -> None:
     assert metrics["actor/grad_norm/kl"] == rows["all", "kl"]["norm"]
     assert metrics["grad_analysis/source_batch_size"] == metrics["grad_analysis_prefilter/source_batch_size"] == 24 * 16
     assert (metrics["grad_analysis/uses_training_batch"], metrics["grad_analysis/empty_after_filter"]) == (0, 0)
-
-
-def test_the_value_loss_has_no_published_key_and_is_in_the_total(tmp_path: Path) -> None:
     fake_analysis = FakeAnalysis(1, components=("task", "value"), buckets=1)
-    metrics = make_published_metrics(make_rows(tmp_path, fake_analysis))
+    metrics = make_published_metrics(make_rows(tmp_path / "value", fake_analysis))
     assert not [key for key in metrics if key.endswith("value")]
     losses = {(row["bucket"], row["component"]): row["loss"] for row in fake_analysis.make_line()["rows"]}
     assert metrics["actor/loss/total"] == losses["all", "total"]
@@ -82,16 +79,13 @@ def test_a_filter_that_kept_nothing_has_a_key_that_says_so(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("form", "has_critic"), [("gae", True), ("grpo", False)])
-def test_a_run_that_only_analyzes_has_keys_for_what_it_skips(tmp_path: Path, form: str, has_critic: bool) -> None:
+def test_keys_say_what_is_skipped_or_not_recorded(tmp_path: Path, form: str, has_critic: bool) -> None:
     rows = make_rows(tmp_path, replace(AFTER, source="probe")).assign(form=form)
     metrics = make_published_metrics(rows)
     assert (metrics["trainer/gradient_analysis_only"], metrics["actor/skipped_for_gradient_analysis_only"]) == (1, 1)
     assert ("critic/skipped_for_gradient_analysis_only" in metrics) == has_critic
     assert not [key for key in make_published_metrics(rows.assign(analysis_only=0)) if "analysis_only" in key]
-
-
-def test_rows_of_an_older_version_have_the_keys_of_their_columns(tmp_path: Path) -> None:
-    rows = make_rows(tmp_path, AFTER)
+    rows = make_rows(tmp_path / "older", AFTER)
     older = {f"source_{name}" for name in ("env_groups", "group_size", "batch_size")}
     added_columns = ["empty_after_filter", "analysis_only", *(set(rows.filter(like="source_")) - older)]
     metrics = make_published_metrics(rows.assign(**dict.fromkeys(added_columns, math.nan)))

@@ -75,7 +75,7 @@ def make_page(frames: StudyFrames) -> Page:
 
 
 @pytest.mark.long
-def test_gradients_are_on_the_page(tmp_path: Path) -> None:
+def test_gradients_are_on_the_page_and_arms_have_different_colors(tmp_path: Path) -> None:
     analyses = [FakeAnalysis(step, prefilter=prefilter) for step in (1, 5) for prefilter in (True, False)]
     frames = make_frames(tmp_path, {"0": analyses}, seeds=3)
     page = make_page(frames)
@@ -87,6 +87,14 @@ def test_gradients_are_on_the_page(tmp_path: Path) -> None:
     for step in (1, 5):  # arm, step, batch, component, runs, buckets
         assert f"KL 0 {step} before the filter task 3 18" in words
     assert "Spearman's rank correlation with the reward std" in words
+    frames = make_frames(
+        tmp_path / "arms", {arm: [FakeAnalysis(1), FakeAnalysis(5)] for arm in ("0", "0.1", "1")}, seeds=2
+    )
+    figures = draw(frames)
+    for name in ("gradient_signal", "regularizer_share"):
+        lines, colors, _ = get_lines(figures[name])
+        assert (lines, len(set(colors))) == (["KL 0", "KL 0.1", "KL 1"], 3)
+        assert list(get_curves(figures[name]).values()) == [6] * 6
 
 
 @pytest.mark.long
@@ -113,23 +121,13 @@ def test_a_filter_that_kept_nothing_is_on_the_page(tmp_path: Path) -> None:
     assert "KL 0 1 before the filter task 1 6" in words
 
 
-@pytest.mark.long
-def test_arms_have_different_colors_and_a_curve_per_run_and_step(tmp_path: Path) -> None:
-    frames = make_frames(tmp_path, {arm: [FakeAnalysis(1), FakeAnalysis(5)] for arm in ("0", "0.1", "1")}, seeds=2)
-    figures = draw(frames)
-    for name in ("gradient_signal", "regularizer_share"):
-        lines, colors, _ = get_lines(figures[name])
-        assert (lines, len(set(colors))) == (["KL 0", "KL 0.1", "KL 1"], 3)
-        assert list(get_curves(figures[name]).values()) == [6] * 6
-
-
 def test_without_a_regularizer_its_figure_is_left_out(tmp_path: Path) -> None:
     figures = draw(make_frames(tmp_path, {"0": [FakeAnalysis(components=("task",))]}))
     assert "gradient_signal" in figures
     assert "regularizer_share" not in figures
 
 
-def test_arm_lines_are_means_over_the_runs_of_an_arm(tmp_path: Path) -> None:
+def test_arm_lines_are_means_over_the_runs_of_an_arm_where_retrieval_was_measured(tmp_path: Path) -> None:
     frames = add_retrieval(make_frames(tmp_path, {"0": [], "0.1": []}, seeds=2), (TRAJECTORY,))
     frames.steps.loc[frames.steps["seed"] == 1, f"{TRAJECTORY}_accuracy"] = 0.5
     frames.steps.loc[frames.steps["seed"] == 1, f"{TRAJECTORY}_chance_level"] = 3 / 64
@@ -141,10 +139,7 @@ def test_arm_lines_are_means_over_the_runs_of_an_arm(tmp_path: Path) -> None:
     assert first["value"].to_list() == pytest.approx([0.75, 0.5, (1 / 3 + 0.5) / 2, 0.5, 0.35, 0.5], rel=1e-12)
     assert first["chance"].to_list() == pytest.approx([2 / 64, 3 / 64] * 3, rel=1e-12)
     assert table.loc[table["measure"] == "entropy (nats per token)", "chance"].isna().all()
-
-
-def test_without_a_retrieval_there_are_no_lines(tmp_path: Path) -> None:
-    frames = make_frames(tmp_path, {"0": []})
+    frames = make_frames(tmp_path / "bare", {"0": []})
     bare = frames.steps.drop(columns=[name for name in frames.steps if name.startswith("collapse_")])
     assert series.make_arm_lines(frames).empty
     assert series.make_arm_lines(replace(frames, steps=bare)).empty

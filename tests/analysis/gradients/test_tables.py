@@ -40,7 +40,7 @@ def generator() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
-def test_every_analysis_is_listed(tmp_path: Path) -> None:
+def test_every_analysis_is_listed_and_none_gives_empty_tables(tmp_path: Path, generator: np.random.Generator) -> None:
     probe = FakeAnalysis(51, "probe", components=ALL, buckets=3)
     table = gradients.make_analysis_table(make_rows(tmp_path, BEFORE, AFTER, probe))
     names = ["source", "step", "prefilter", "groups", "sequences", "buckets", "components"]
@@ -51,9 +51,13 @@ def test_every_analysis_is_listed(tmp_path: Path) -> None:
     ]
     whole_batch = make_rows(tmp_path / "whole", AFTER)[lambda rows: rows["bucket"] == "all"]
     assert gradients.make_analysis_table(whole_batch).empty
+    no_rows = make_rows(tmp_path / "none")
+    assert all(make_table(no_rows).empty for make_table in TABLES)
+    assert gradients.compute_trends(no_rows, generator).empty
+    assert gradients.summarize_trends(no_rows, generator).empty
 
 
-def test_the_grid_of_buckets_is_complete_and_says_what_is_off(tmp_path: Path) -> None:
+def test_the_grid_of_buckets_is_complete_and_in_order_and_says_what_is_off(tmp_path: Path) -> None:
     table = gradients.make_bucket_table(make_rows(tmp_path, AFTER))
     assert len(table) == 6 * 4
     assert table["bucket"].drop_duplicates().to_list() == [f"bucket_{number}" for number in range(1, 7)]
@@ -61,10 +65,7 @@ def test_the_grid_of_buckets_is_complete_and_says_what_is_off(tmp_path: Path) ->
     assert set(off["component"]) == {"kl"}
     assert off[["norm", "norm_per_sample", "norm_per_token", "loss"]].isna().all(axis=None)
     assert table["reward_std_mean"].notna().all()
-
-
-def test_buckets_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    rows = make_rows(tmp_path, FakeAnalysis(1, buckets=12), FakeAnalysis(51, buckets=3))
+    rows = make_rows(tmp_path / "many", FakeAnalysis(1, buckets=12), FakeAnalysis(51, buckets=3))
     bucket_rows = gradients.select_buckets(rows.iloc[::-1])
     names = bucket_rows.loc[bucket_rows["step"] == 1, "bucket"].drop_duplicates().to_list()
     assert names == [f"bucket_{n}" for n in range(1, 13)]
@@ -92,7 +93,7 @@ def test_the_summary_adds_the_terms_that_are_on(
             assert math.isnan(row.regularizer)
 
 
-def test_steps_have_the_batch_that_was_trained_on(tmp_path: Path) -> None:
+def test_steps_have_the_trained_batch_with_trusted_numbers_beside_the_published_norm(tmp_path: Path) -> None:
     empty_after_filter = FakeAnalysis(1, prefilter=True)
     rows = make_rows(tmp_path, empty_after_filter, BEFORE, AFTER)
     table = gradients.make_steps_table(rows, [1, 51])
@@ -102,10 +103,7 @@ def test_steps_have_the_batch_that_was_trained_on(tmp_path: Path) -> None:
         task_rows = [row for row in fake_analysis.make_line()["rows"] if row["component"] == "task"]
         reward_stds = [row["reward_std_mean"] for row in task_rows[:6]]
         assert table.loc[table["step"] == step, "reward_std_mean"].to_list() == reward_stds
-
-
-def test_trusted_numbers_stand_beside_the_published_norm(tmp_path: Path) -> None:
-    rows = make_rows(tmp_path, BEFORE, AFTER)
+    rows = make_rows(tmp_path / "signal", BEFORE, AFTER)
     table = gradients.make_signal_table(rows)
     assert len(table) == len(rows)
     assert (table["norm"].dropna() > table["mean_norm"][table["norm"].notna()]).all()
@@ -124,7 +122,7 @@ def test_shares_sum_to_one(tmp_path: Path, components: tuple[str, ...]) -> None:
     assert table["regularizer"].isna().all() == (components == ("task",))
 
 
-def test_lines_of_one_arm_are_its_steps(tmp_path: Path) -> None:
+def test_lines_of_one_arm_are_its_steps_and_of_several_their_last_steps_and_every_probe(tmp_path: Path) -> None:
     steps = [FakeAnalysis(step) for step in range(1, 100, 7)]
     rows = make_rows(tmp_path, *steps, FakeAnalysis(99, "probe"))
     names = gradients.select_report_lines(rows)["line"].drop_duplicates().to_list()
@@ -132,15 +130,12 @@ def test_lines_of_one_arm_are_its_steps(tmp_path: Path) -> None:
     lines_of_few_steps = gradients.select_report_lines(make_rows(tmp_path / "few", FakeAnalysis(1), BEFORE, AFTER))
     assert lines_of_few_steps["line"].drop_duplicates().to_list() == ["step 1", "step 51"]
     assert len(lines_of_few_steps) == 3 * 7 * 3
-
-
-def test_lines_of_several_arms_are_the_last_steps_of_their_runs_and_every_probe(tmp_path: Path) -> None:
     probe = FakeAnalysis(101, "probe")
     runs = [
         (FakeRun("0", steps=3), [FakeAnalysis(1), AFTER, probe]),
         (FakeRun("0.1", steps=3), [FakeAnalysis(1), replace(probe, step=1), replace(probe, step=51)]),
     ]
-    table = gradients.select_report_lines(make_frames(tmp_path, runs).gradients)
+    table = gradients.select_report_lines(make_frames(tmp_path / "several", runs).gradients)
     assert table[["line", "step", "source"]].drop_duplicates().to_numpy().tolist() == [
         ["0", 51, "train"],
         ["0.1", 1, "train"],
@@ -207,13 +202,12 @@ def test_the_interval_of_the_regularizer_is_that_of_its_term_or_of_the_remainder
 def test_tables_of_figures_have_the_numbers_of_the_lines(tmp_path: Path) -> None:
     rows = make_rows(tmp_path, BEFORE, AFTER)
     signal, share = gradients.make_signal_lines(rows), gradients.make_share_lines(rows)
-    expected_rows = [row for row in AFTER.make_line()["rows"] if row["component"] == "task" and row["bucket"] != "all"]
+    bucket_rows = [row for row in AFTER.make_line()["rows"] if row["bucket"] != "all"]
+    expected_rows = [row for row in bucket_rows if row["component"] == "task"]
     postfilter_signal = signal[~signal["prefilter"]]
     for column, name in (("reward_std", "reward_std_mean"), ("value", "snr"), ("low", "snr_low"), ("high", "snr_high")):
         assert postfilter_signal[column].to_list() == [row[name] for row in expected_rows]
-    expected_rows = [
-        row for row in AFTER.make_line()["rows"] if row["component"] == "entropy" and row["bucket"] != "all"
-    ]
+    expected_rows = [row for row in bucket_rows if row["component"] == "entropy"]
     for column, name in (("value", "signal_share"), ("low", "signal_share_low"), ("high", "signal_share_high")):
         assert share.loc[~share["prefilter"], column].to_list() == [row[name] for row in expected_rows]
     older_share = gradients.make_share_lines(rows.assign(**dict.fromkeys(("signal_share", "signal_share_low"), np.nan)))
@@ -222,7 +216,7 @@ def test_tables_of_figures_have_the_numbers_of_the_lines(tmp_path: Path) -> None
     assert gradients.make_share_lines(make_rows(tmp_path / "task", FakeAnalysis(components=("task",)))).empty
 
 
-def test_a_trend_is_spearmans_with_an_exact_p(tmp_path: Path, generator: np.random.Generator) -> None:
+def test_a_trend_has_spearmans_rho_an_exact_p_and_a_ratio(tmp_path: Path, generator: np.random.Generator) -> None:
     rows = make_rows(tmp_path, BEFORE, AFTER)
     table = gradients.compute_trends(rows, generator)
     assert len(table) == 2 * 2 * 3
@@ -239,9 +233,6 @@ def test_a_trend_is_spearmans_with_an_exact_p(tmp_path: Path, generator: np.rand
     assert task["rho"].to_list() == [1, 1]
     assert task["p"].to_list() == [2 / 720, 2 / 720]
     assert set(table["buckets"]) == {6}
-
-
-def test_the_ratio_is_of_the_upper_to_the_lower_half(tmp_path: Path, generator: np.random.Generator) -> None:
     for buckets, lower, upper in ((6, [0, 1, 2], [3, 4, 5]), (5, [0, 1], [3, 4]), (2, [0], [1])):
         fake_analysis = FakeAnalysis(1, components=("task",), buckets=buckets)
         rows = make_rows(tmp_path / str(buckets), fake_analysis)
@@ -255,15 +246,15 @@ def test_the_ratio_is_of_the_upper_to_the_lower_half(tmp_path: Path, generator: 
 
 
 def test_trends_have_an_interval_over_runs_from_three_on(tmp_path: Path, generator: np.random.Generator) -> None:
-    def summarize(seeds: int) -> pd.DataFrame:
-        runs = [
-            (FakeRun("0", seed, steps=3), [FakeAnalysis(step, prefilter=True, seed=seed) for step in (1, 51)])
-            for seed in range(seeds)
-        ]
-        rows = make_frames(tmp_path / str(seeds), runs).gradients
-        return gradients.summarize_trends(rows, generator, ("norm",)).set_index("component")
-
-    summary_of_two, summary_of_three = summarize(2), summarize(3)
+    runs = [
+        (FakeRun("0", seed, steps=3), [FakeAnalysis(step, prefilter=True, seed=seed) for step in (1, 51)])
+        for seed in range(3)
+    ]
+    all_rows = make_frames(tmp_path, runs).gradients
+    summary_of_two, summary_of_three = (
+        gradients.summarize_trends(rows, generator, ("norm",)).set_index("component")
+        for rows in (all_rows[all_rows["seed"] < 2], all_rows)
+    )
     bounds = ["rho_low", "rho_high", "ratio_low", "ratio_high"]
     assert summary_of_two[bounds].isna().all(axis=None)
     assert summary_of_three[bounds].notna().all(axis=None)
@@ -288,19 +279,9 @@ def test_a_trend_over_runs_is_the_mean_of_their_trends(tmp_path: Path, generator
     assert summary.loc["entropy", "rho"] == pytest.approx(entropy_rhos.mean(), rel=1e-12)
     half_width = stats.t.ppf(0.975, 2) * entropy_rhos.std(ddof=1) / math.sqrt(3)
     assert summary.loc["entropy", "rho_low"] == pytest.approx(max(entropy_rhos.mean() - half_width, -1), rel=1e-9)
-
-
-def test_one_analysis_has_the_same_p_alone_and_together(tmp_path: Path, generator: np.random.Generator) -> None:
-    rows = make_rows(tmp_path, AFTER)
+    rows = make_rows(tmp_path / "one", AFTER)
     single, together = (
         compute(rows, generator, ("norm",)) for compute in (gradients.compute_trends, gradients.summarize_trends)
     )
     assert together["p"].to_list() == single["p"].to_list()
     assert together["rho"].to_list() == single["rho"].to_list()
-
-
-def test_no_analysis_gives_empty_tables(tmp_path: Path, generator: np.random.Generator) -> None:
-    no_rows = make_rows(tmp_path)
-    assert all(make_table(no_rows).empty for make_table in TABLES)
-    assert gradients.compute_trends(no_rows, generator).empty
-    assert gradients.summarize_trends(no_rows, generator).empty

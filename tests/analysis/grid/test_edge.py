@@ -19,6 +19,7 @@ from analysis.report import pages
 from analysis.report.grid import EDGE
 from analysis.report.results import SweepResults
 from analysis.stats.dose_response import DoseCounts, estimate_edge, estimate_shift
+from tests.analysis.charts.specs import read_layers
 from tests.analysis.report.test_pages import parse_page
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from tests.strategies.examples import thin_out
@@ -29,12 +30,7 @@ STOP = ("low_validation_success", 0.0, 0.01)
 LINES = {"a": (0.0, "gae"), "b": (0.1, "gae"), "c": (0.0, "grpo"), "d": (0.1, "grpo")}
 """KL coefficient and advantage estimator of each line of arms, whose names say nothing."""
 
-NAMES = {
-    "a": "KL 0, advantage gae",
-    "b": "KL 0.1, advantage gae",
-    "c": "KL 0, advantage grpo",
-    "d": "KL 0.1, advantage grpo",
-}
+NAMES = {line: f"KL {kl:g}, advantage {estimator}" for line, (kl, estimator) in LINES.items()}
 CONTRASTS = {"KL, with a critic": ("b", "a"), "KL, without": ("d", "c"), "algorithm": ("c", "a")}
 Counts = Mapping[str, tuple[int, ...]]
 COUNTS: Counts = {"a": (0, 0, 1, 3, 3), "b": (0, 0, 0, 1, 3), "c": (0, 0, 0, 3, 3), "d": (0, 0, 0, 0, 0)}
@@ -51,23 +47,15 @@ def make_study(dose: str = "actor.lr") -> FakeStudy:
 
 def make_runs(counts: Counts, num_seeds: int = 3) -> list[FakeRun]:
     """Runs of each line, of which the first `counts` seeds at each rate are stopped by a rule."""
-    collapsed = {"status": "early_stopped", "steps": 5, "stop": STOP}
-    return [
-        FakeRun(
-            f"{line}{index}",
-            seed,
-            settings={
-                "actor.lr": rate,
-                "actor.use_kl_loss": LINES[line][0] > 0,
-                "actor.kl_loss_coef": LINES[line][0],
-                "algorithm.adv_estimator": LINES[line][1],
-            },
-            **{"steps": 10, "success": (0.4, 0.6), **(collapsed if seed < num_collapsed else {})},  # type: ignore[arg-type]
-        )
-        for line, numbers in counts.items()
-        for index, (rate, num_collapsed) in enumerate(zip(RATES, numbers, strict=True))
-        for seed in range(num_seeds)
-    ]
+    ends: tuple[dict[str, Any], ...] = ({"steps": 10}, {"status": "early_stopped", "steps": 5, "stop": STOP})
+    runs = []
+    for line, numbers in counts.items():
+        kl, estimator = LINES[line]
+        settings = {"actor.use_kl_loss": kl > 0, "actor.kl_loss_coef": kl, "algorithm.adv_estimator": estimator}
+        for index, (rate, num_collapsed) in enumerate(zip(RATES, numbers, strict=True)):
+            fields = {"success": (0.4, 0.6), "settings": {"actor.lr": rate, **settings}}
+            runs += [FakeRun(f"{line}{index}", n, **fields, **ends[n < num_collapsed]) for n in range(num_seeds)]
+    return runs
 
 
 def make_frames(folder: Path, counts: Counts, num_seeds: int = 3, dose: str = "actor.lr") -> StudyFrames:
@@ -96,12 +84,16 @@ def make_counts(numbers: tuple[int, ...], num_seeds: int = 3) -> DoseCounts:
     return DoseCounts(np.log10(RATES), np.array(numbers, dtype=float), np.full(len(RATES), float(num_seeds)))
 
 
-def test_lines_are_the_settings_other_than_the_dose(frames: StudyFrames) -> None:
+def test_lines_are_the_settings_other_than_the_dose_whose_fractions_are_in_order(frames: StudyFrames) -> None:
     runs = edge.make_run_table(frames)
     assert dict(zip(runs["arm"].str[0], runs["line"], strict=True)) == NAMES
     assert sorted(runs["dose"].unique()) == sorted(RATES)
     counts = runs.groupby(["line", "dose"], sort=False)["collapsed"].sum()
     assert {line: tuple(counts[name]) for line, name in NAMES.items()} == COUNTS
+    doses = edge.summarize_doses(runs).set_index(["line", "dose"])
+    assert doses.loc[NAMES["b"], "fraction"].to_list() == pytest.approx([0, 0, 0, 1 / 3, 1])
+    assert (doses["fraction_low"] <= doses["fraction"]).all()
+    assert (doses["fraction_high"] >= doses["fraction"]).all()
 
 
 def test_a_loss_of_half_the_success_counts_as_a_collapse_and_a_failed_run_not_at_all(tmp_path: Path) -> None:
@@ -113,14 +105,7 @@ def test_a_loss_of_half_the_success_counts_as_a_collapse_and_a_failed_run_not_at
     assert runs[-2].run_id not in set(table["run_id"])
 
 
-def test_doses_have_their_fractions_in_order(frames: StudyFrames) -> None:
-    doses = edge.summarize_doses(edge.make_run_table(frames)).set_index(["line", "dose"])
-    assert doses.loc[NAMES["b"], "fraction"].to_list() == pytest.approx([0, 0, 0, 1 / 3, 1])
-    assert (doses["fraction_low"] <= doses["fraction"]).all()
-    assert (doses["fraction_high"] >= doses["fraction"]).all()
-
-
-def test_the_edges_are_those_of_the_counts(frames: StudyFrames) -> None:
+def test_the_edges_are_those_of_the_counts_and_separated_runs_say_so(frames: StudyFrames) -> None:
     rows = index_edges(frames)
     for line in "abc":
         row, estimate = rows[NAMES[line]], estimate_edge(make_counts(COUNTS[line])).edge
@@ -128,10 +113,6 @@ def test_the_edges_are_those_of_the_counts(frames: StudyFrames) -> None:
         assert [row["edge"], row["edge_low"], row["edge_high"]] == pytest.approx(expected, rel=1e-5, nan_ok=True)
         assert (row["runs"], row["collapsed"], row["seeds"]) == (15, sum(COUNTS[line]), 3)
     assert [rows[NAMES[line]]["method"] for line in "abcd"] == ["profile", "profile", "exact", "exact"]
-
-
-def test_separated_runs_say_so(frames: StudyFrames) -> None:
-    rows = index_edges(frames)
     assert (rows[NAMES["c"]]["bracket_low"], rows[NAMES["c"]]["bracket_high"]) == (1e-3, 1.7e-3)
     assert rows[NAMES["c"]]["note"].startswith("separated: no run collapsed up to 0.001, and all did from 0.0017 on")
     assert rows[NAMES["d"]]["note"].startswith("no run collapsed, so the edge is above 0.003")
@@ -139,11 +120,15 @@ def test_separated_runs_say_so(frames: StudyFrames) -> None:
     assert rows[NAMES["d"]]["edge_low"] == 1.7e-3
 
 
-def test_every_run_collapsed(tmp_path: Path) -> None:
+def test_every_run_collapsed_and_a_hole_in_the_safe_band_is_named(tmp_path: Path) -> None:
     (row,) = index_edges(make_frames(tmp_path, {"a": (3,) * 5})).values()
     assert row["note"].startswith("every run collapsed, so the edge is below 0.0001; no dose without a collapse")
     assert np.isnan([row["edge"], row["safe_low"], row["edge_low"]]).all()
     assert row["edge_high"] == 3e-4
+    frames = make_frames(tmp_path / "hole", {"a": (0, 1, 0, 3, 3)})
+    (row,) = index_edges(set_success(frames, (0.6, 0.6, 0.6, 0.0, 0.0))).values()
+    assert (row["safe_low"], row["safe_high"]) == (1e-4, 1e-3)
+    assert "within the band, 0.0003 is not safe" in row["note"]
 
 
 @pytest.mark.long
@@ -186,13 +171,6 @@ def test_the_safe_band_by_hand(
     assert row["safe_decades_max"] == pytest.approx(expected, nan_ok=True)
     # At this probability of collapse, three runs without one are seen in 5 % of studies.
     assert (1 - row["collapse_bound"]) ** 3 == pytest.approx(0.05)
-
-
-def test_a_hole_in_the_safe_band_is_named(tmp_path: Path) -> None:
-    frames = make_frames(tmp_path, {"a": (0, 1, 0, 3, 3)})
-    (row,) = index_edges(set_success(frames, (0.6, 0.6, 0.6, 0.0, 0.0))).values()
-    assert (row["safe_low"], row["safe_high"]) == (1e-4, 1e-3)
-    assert "within the band, 0.0003 is not safe" in row["note"]
 
 
 @pytest.mark.long
@@ -247,12 +225,10 @@ def test_without_a_numeric_dose_there_is_no_section(tmp_path: Path, dose: str) -
 
 def test_the_dose_is_the_horizontal_axis_of_the_grid(frames: StudyFrames) -> None:
     grid = layout.find_grid(frames)
-    assert grid is not None
     assert (grid.x, grid.y, grid.panels) == ("actor.lr", "actor.kl_loss_coef", ("algorithm.adv_estimator",))
     study = frames.studies[0]
     other_study = replace(study, axis=replace(study.axis, dose="actor.kl_loss_coef"))
     other_grid = layout.find_grid(replace(frames, study=other_study))
-    assert other_grid is not None
     assert (other_grid.x, other_grid.y) == ("actor.kl_loss_coef", "actor.lr")
 
 
@@ -271,43 +247,26 @@ def test_a_study_of_one_axis_has_one_line(tmp_path: Path) -> None:
 
 def test_the_figure_draws_its_tables(frames: StudyFrames) -> None:
     doses, edges = edge.summarize_doses(edge.make_run_table(frames)), edge.summarize_edges(frames)
-    spec = charts.make_spec(draw_edges(doses, edges, "learning rate"))
-    fractions, edge_panel, successes = spec["vconcat"]
-
-    def get_rows(layer: dict[str, Any]) -> list[dict[str, Any]]:
-        # Layers with the same rows share them.
-        (panel,) = (panel for panel in spec["vconcat"] if layer in panel["layer"])
-        rows: list[dict[str, Any]] = spec["datasets"][layer.get("data", panel.get("data", spec.get("data")))["name"]]
-        return rows
-
-    def read_points(layer: dict[str, Any], *channels: str) -> dict[str, list[tuple[float, ...]]]:
-        """Return the values of channels of a layer by line, as far as they have all."""
-        fields = [layer["encoding"][name]["field"] for name in channels]
-        return {
-            line: [tuple(row[field] for field in fields) for row in get_rows(layer) if row["line"] == line]
-            for line in NAMES.values()
-        }
-
-    def select(rows: pd.DataFrame, *columns: str) -> dict[str, list[tuple[float, ...]]]:
-        return {
-            line: [*rows.loc[rows["line"] == line, list(columns)].itertuples(index=False, name=None)]
-            for line in NAMES.values()
-        }
-
-    for layer in successes["layer"]:
-        assert read_points(layer, "x", "y") == select(doses, "dose", "success")
-    line, interval, _ = fractions["layer"]
-    assert read_points(line, "y") == select(doses, "fraction")
-    assert read_points(interval, "y", "y2") == select(doses, "fraction_low", "fraction_high")
-    assert line["encoding"]["y"]["scale"]["domain"] == [0, 1]
-    band, bar, *ends, point = edge_panel["layer"]
-    assert read_points(point, "x") == select(edges.dropna(subset="edge"), "edge")
-    assert read_points(band, "x", "x2") == select(edges.dropna(subset="safe_low"), "safe_low", "safe_high")
+    chart = draw_edges(doses, edges, "learning rate")
+    line, interval, _, band, bar, *ends, point, success, other_success = read_layers(chart)
+    assert line.list("line", "fraction") == doses[["line", "fraction"]].to_numpy().tolist()
+    assert [layer.get_field("y") for layer in (line, interval, success)] == ["fraction", "fraction_low", "success"]
+    assert [layer.get_field("x") for layer in (success, other_success, point)] == ["dose", "dose", "edge"]
+    bounds = ["line", "fraction_low", "fraction_high"]
+    assert interval.list(*bounds) == doses[bounds].to_numpy().tolist()
+    assert interval.get_field("y2") == "fraction_high"
+    assert line.encoding["y"]["scale"]["domain"] == [0, 1]
+    for layer in (success, other_success):
+        assert layer.list("line", "dose", "success") == doses[["line", "dose", "success"]].to_numpy().tolist()
+    assert point.list("line", "edge") == edges.dropna(subset="edge")[["line", "edge"]].to_numpy().tolist()
+    bounds = ["line", "safe_low", "safe_high"]
+    assert band.list(*bounds) == edges.dropna(subset="safe_low")[bounds].to_numpy().tolist()
+    assert [band.get_field(name) for name in ("x", "x2")] == bounds[1:]
     # An open end is an arrow beyond the doses of the study.
+    fields = [mark.get_field("x") for mark in ends]
     marks = {
-        (name, mark["mark"]["shape"]): [row[name] for row in get_rows(mark)]
-        for mark in ends
-        for name in [mark["encoding"]["x"]["field"]]
+        (field, mark.mark["shape"]): mark.rows.get(field, pd.Series()).to_list()
+        for field, mark in zip(fields, ends, strict=True)
     }
     assert len(marks) == 4
     bounded = edges.dropna(subset=["edge_low", "edge_high"], how="all")
@@ -315,11 +274,11 @@ def test_the_figure_draws_its_tables(frames: StudyFrames) -> None:
         assert marks[place, "stroke"] == bounded[name].dropna().to_list()
         assert len(marks[place, arrow]) == bounded[name].isna().sum()
         assert all(value < RATES[0] if place == "start" else value > RATES[-1] for value in marks[place, arrow])
-    assert sum(map(len, marks.values())) == 2 * sum(map(len, read_points(bar, "x").values()))
-    assert point["encoding"]["color"]["scale"]["domain"] == list(NAMES.values())
-    assert {panel["layer"][0]["encoding"]["x"]["scale"]["type"] for panel in spec["vconcat"]} == {"log"}
-    assert successes["layer"][0]["encoding"]["x"]["axis"]["title"] == "learning rate"
-    assert [choice["bind"] for choice in spec["params"]] == ["legend"]
+    assert sum(map(len, marks.values())) == 2 * len(bar.rows)
+    assert point.encoding["color"]["scale"]["domain"] == list(NAMES.values())
+    assert {layer.encoding["x"]["scale"]["type"] for layer in (line, band, success)} == {"log"}
+    assert success.encoding["x"]["axis"]["title"] == "learning rate"
+    assert [choice["bind"] for choice in charts.make_spec(chart)["params"]] == ["legend"]
 
 
 @pytest.mark.slow
@@ -339,7 +298,5 @@ def test_the_report_has_the_edges_and_their_files(folder: Path, frames: StudyFra
 def test_an_edge_beyond_the_axis_has_no_point(frames: StudyFrames) -> None:
     doses, edges = edge.summarize_doses(edge.make_run_table(frames)), edge.summarize_edges(frames)
     for place, points in ((doses["dose"].max(), 1), (doses["dose"].max() * 100, 0)):
-        spec = charts.make_spec(draw_edges(doses, edges.head(1).assign(edge=place), "learning rate"))
-        panel = spec["vconcat"][1]
-        (layer,) = (layer for layer in panel["layer"] if layer["encoding"]["x"]["field"] == "edge")
-        assert len(spec["datasets"][layer.get("data", panel.get("data"))["name"]]) == points
+        layers = read_layers(draw_edges(doses, edges.head(1).assign(edge=place), "learning rate"))
+        assert [len(layer.rows) for layer in layers if layer.get_field("x") == "edge"] == [points]

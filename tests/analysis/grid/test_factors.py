@@ -31,10 +31,7 @@ def write_frames(folder: Path, num_seeds: int, without: tuple[str, int] | None =
             seed,
             steps=20,
             status="failed" if (arm, seed) == without else "completed",
-            success=(
-                0.3,
-                0.4 + sum(EFFECTS[str(value)] for value in settings.values()) + 0.02 * (seed + number) % 0.05,
-            ),
+            success=(0.3, 0.4 + sum(EFFECTS[str(each)] for each in settings.values()) + 0.02 * (seed + number) % 0.05),
             settings=settings,
         )
         for number, (arm, settings) in enumerate(axis.named_settings.items())
@@ -87,7 +84,6 @@ def test_the_interval_of_a_comparison_covers_the_difference(
 def test_the_stronger_factor_is_named(tmp_path: Path) -> None:
     frames = write_frames(tmp_path, num_seeds=4)
     grid = factors.make_factor_grid(frames)
-    assert grid is not None
     assert (grid.settings, grid.outcomes.shape) == (tuple(FACTORS), (4, 2, 2))
     rows = factors.list_factors(grid)
     assert [row["factor"] for row in rows] == ["learning rate", "advantage"]
@@ -112,7 +108,6 @@ def test_the_stronger_factor_is_named(tmp_path: Path) -> None:
 def test_seeds_without_every_arm_do_not_count_and_three_are_needed(tmp_path: Path) -> None:
     arm = next(iter(make_grid_axis(FACTORS).named_settings))
     grid = factors.make_factor_grid(write_frames(tmp_path, num_seeds=3, without=(arm, 1)))
-    assert grid is not None
     assert len(grid.outcomes) == 2
     (row,) = factors.compare_factors(grid)
     assert np.isnan(row["p"])
@@ -134,7 +129,7 @@ def test_main_effects_and_interactions_are_contrasts_of_the_arms(tmp_path: Path)
     assert {row["contrast"]: row["difference"] for row in rows} == pytest.approx(expected, abs=1e-9)
 
 
-def test_three_factors_have_all_main_effects_and_two_way_interactions() -> None:
+def test_three_factors_have_all_effects_and_a_part_is_named_without_its_digest() -> None:
     three_factors = {"x.a": ("1", "2", "3"), "x.b": ("1", "2"), "x.c": ("1", "2")}
     contrasts, interactions = make_grid_contrasts(three_factors), make_grid_interactions(three_factors)
     assert (len(contrasts), len(interactions)) == (2 + 1 + 1, 2 + 2 + 1)
@@ -143,9 +138,6 @@ def test_three_factors_have_all_main_effects_and_two_way_interactions() -> None:
     arms = make_grid_axis(three_factors).named_settings
     for declared in (contrasts, interactions):
         assert {arm for pairs in declared.values() for pair in pairs for arm in pair} == set(arms)
-
-
-def test_a_part_is_shown_without_its_digest_and_names_an_arm_without_its_file() -> None:
     assert layout.label_value("my.py:soft#0123456789abcdef") == "my.py:soft"
     assert layout.label_value("#0123456789abcdef") == "#0123456789abcdef"
     axis = make_grid_axis({"actor.lr": ("1e-4", "1e-3"), "actor.policy_loss": ("ppo_clip", "parts/my.py:soft")})
@@ -169,7 +161,7 @@ def test_an_interaction_is_over_seeds_that_have_all_of_its_arms(tmp_path: Path) 
     assert {whole["verdict"], lacking["verdict"]} <= {"open", "equal", "lower", "higher"}
 
 
-def test_without_all_combinations_there_are_no_factors(tmp_path: Path) -> None:
+def test_without_all_combinations_there_are_no_factors_and_one_may_have_the_value_null(tmp_path: Path) -> None:
     frames = write_frames(tmp_path, num_seeds=3)
     arm = frames.trials["arm"].iloc[-1]
     fewer_arms = replace(frames, trials=frames.trials[frames.trials["arm"] != arm])
@@ -177,13 +169,8 @@ def test_without_all_combinations_there_are_no_factors(tmp_path: Path) -> None:
     # All runs of one value failed: the others do not form a grid either.
     failed = frames.trials.assign(status=frames.trials["status"].mask(frames.trials["arm"] == arm, "failed"))
     assert factors.make_factor_grid(replace(frames, trials=failed)) is None
-
-
-def test_a_factor_may_have_the_value_null(tmp_path: Path) -> None:
-    frames = write_frames(tmp_path, num_seeds=3)
     rates = frames.trials["config/actor.lr"]
     grid = factors.make_factor_grid(
         replace(frames, trials=frames.trials.assign(**{"config/actor.lr": rates.where(rates > 5e-4)}))
     )
-    assert grid is not None
     assert grid.values[0] == ("null", 1e-3)

@@ -18,6 +18,7 @@ from tests.fakes.run_folders import write_study
 from tests.strategies.examples import draw_examples
 
 GROUPS = {"kl": ("5",), "mse": ("5",)}
+FALLS, RISES, MIXED = [4.0, 3.0, 2.0, 1.0], [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]
 
 
 def make_frames(
@@ -37,7 +38,7 @@ def kl_table(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
     return kl_anchoring.make_kl_table(make_frames(tmp_path_factory.mktemp("anchor"), GROUPS))
 
 
-def test_the_table_has_the_measured_runs_and_their_matching_sets(kl_table: pd.DataFrame) -> None:
+def test_the_table_has_the_measured_runs_and_their_correlations(kl_table: pd.DataFrame) -> None:
     assert kl_table.groupby("form").size().to_dict() == {"kl": 14, "mse": 16}
     assert kl_table["match"].nunique() == 4  # one per entropy coefficient
     collapsed = kl_table[kl_table["status"] == "early_stopped"]
@@ -45,9 +46,6 @@ def test_the_table_has_the_measured_runs_and_their_matching_sets(kl_table: pd.Da
     assert set(collapsed["last_step"]) == {15}  # of 20 steps, those that all matching runs have
     assert set(kl_table.loc[kl_table["status"] == "completed", "last_step"]) == {20}
     assert set(kl_table.loc[kl_table["last_step"] == 20, "first_step"]) == {16}
-
-
-def test_correlations_are_those_of_scipy(kl_table: pd.DataFrame) -> None:
     rhos = kl_anchoring.compute_correlations(kl_table).set_index(["form", "match"])["rho"]
     for (form, match), runs in kl_table.groupby(["form", "match"]):
         if len(runs) >= 3:
@@ -91,24 +89,22 @@ def make_table(rhos: dict[str, list[list[float]]], sets_per_seed: int = 1) -> pd
 
 
 def test_the_difference_is_paired_and_signed() -> None:
-    falls, rises, mixed = [4.0, 3.0, 2.0, 1.0], [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]
-    table = kl_anchoring.compare_to_k1(make_table({"kl": [rises, rises, mixed], "mse": [falls, falls, falls]}))
+    table = kl_anchoring.compare_to_k1(make_table({"kl": [RISES, RISES, MIXED], "mse": [FALLS, FALLS, FALLS]}))
     (row,) = table.to_dict("records")
     assert (row["form"], row["sets"]) == ("mse", 3)
     assert row["difference"] == pytest.approx((2 + 2 + 1.8) / 3)
     assert 0 < row["low"] < row["difference"] <= row["high"] <= 2
-    assert "and k1 does not" in describe(make_table({"kl": [rises, rises, mixed], "mse": [falls, falls, falls]}))
+    assert "and k1 does not" in describe(make_table({"kl": [RISES, RISES, MIXED], "mse": [FALLS, FALLS, FALLS]}))
     per_seed = np.array([2, 2, 1.8])
     assert row["low"] == pytest.approx(per_seed.mean() - 4.302653 * per_seed.std(ddof=1) / np.sqrt(3))
-    table_of_two_seeds = make_table({"kl": [rises, mixed], "mse": [falls, falls]})
+    table_of_two_seeds = make_table({"kl": [RISES, MIXED], "mse": [FALLS, FALLS]})
     assert np.isnan(kl_anchoring.compare_to_k1(table_of_two_seeds)["low"].iloc[0])
     assert "Whether k1 and mse differ is open: the rank correlation" in describe(table_of_two_seeds)
 
 
 def test_sets_of_one_seed_are_not_independent() -> None:
     """Twelve sets of one seed have no interval, and twelve of three seeds have that of three numbers."""
-    falls, rises, mixed = [4.0, 3.0, 2.0, 1.0], [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]
-    forms = {"kl": [rises] * 4 + [mixed] * 4 + [rises, mixed] * 2, "mse": [falls] * 12}
+    forms = {"kl": [RISES] * 4 + [MIXED] * 4 + [RISES, MIXED] * 2, "mse": [FALLS] * 12}
     (row,) = kl_anchoring.compare_to_k1(make_table(forms, sets_per_seed=12)).to_dict("records")
     assert (row["sets"], row["seeds"], np.isnan(row["low"])) == (12, 1, True)
     (row,) = kl_anchoring.compare_to_k1(make_table(forms, sets_per_seed=4)).to_dict("records")
@@ -123,25 +119,21 @@ def test_sets_of_one_seed_are_not_independent() -> None:
 
 
 def test_anchoring_is_claimed_only_where_kl_falls_with_the_form_and_not_with_k1() -> None:
-    rises, mostly_rises, less = [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0], [1.0, 3.0, 4.0, 2.0]
-    text_of_rising = describe(make_table({"kl": [rises] * 12, "mse": [mostly_rises, less] * 6}))
-    text_of_falling = describe(make_table({"kl": [mostly_rises[::-1], less[::-1]] * 6, "mse": [rises[::-1]] * 12}))
+    less = [1.0, 3.0, 4.0, 2.0]
+    text_of_rising = describe(make_table({"kl": [RISES] * 12, "mse": [MIXED, less] * 6}))
+    text_of_falling = describe(make_table({"kl": [MIXED[::-1], less[::-1]] * 6, "mse": [FALLS] * 12}))
     for text in (text_of_rising, text_of_falling):
         assert "and k1 does not" not in text
         assert "lower under mse than under k1, which alone does not show anchoring" in text
-    assert "and k1 does not" in describe(make_table({"kl": [rises, mostly_rises] * 6, "mse": [rises[::-1]] * 12}))
+    assert "and k1 does not" in describe(make_table({"kl": [RISES, MIXED] * 6, "mse": [FALLS] * 12}))
 
 
 @draw_examples(25)
 @given(st.lists(st.permutations([1.0, 2.0, 3.0, 4.0]), min_size=3, max_size=6), st.floats(0.1, 100))
 def test_units_do_not_matter_and_a_reversed_order_flips_the_sign(sets: list[list[float]], unit: float) -> None:
-    make_generator = np.random.default_rng
-    trends = kl_anchoring.summarize_anchoring(make_table({"kl": sets}), make_generator(0))
-    scaled_trends = kl_anchoring.summarize_anchoring(
-        make_table({"kl": [[unit * kl for kl in kls] for kls in sets]}), make_generator(0)
-    )
-    reversed_trends = kl_anchoring.summarize_anchoring(
-        make_table({"kl": [kls[::-1] for kls in sets]}), make_generator(0)
+    variants = sets, [[unit * kl for kl in kls] for kls in sets], [kls[::-1] for kls in sets]
+    trends, scaled_trends, reversed_trends = (
+        kl_anchoring.summarize_anchoring(make_table({"kl": kls}), np.random.default_rng(0)) for kls in variants
     )
     assert scaled_trends["rho"].iloc[0] == pytest.approx(trends["rho"].iloc[0])
     assert scaled_trends["p"].iloc[0] == trends["p"].iloc[0]

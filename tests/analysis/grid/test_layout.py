@@ -20,12 +20,6 @@ SMALL = FakeStudy(levels=20, total_steps=4, baseline="a")
 KL, ENTROPY, FILTER = "actor.kl_loss_coef", "actor.entropy_coeff", "filter.rollout_filter_value"
 
 
-def find_grid(frames: StudyFrames) -> layout.Grid:
-    grid = layout.find_grid(frames)
-    assert grid is not None
-    return grid
-
-
 @pytest.fixture(scope="module")
 def one_loss_frames(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
     """The 68 arms of one KL loss."""
@@ -44,17 +38,13 @@ def make_named_frames(folder: Path, arms: dict[str, dict[str, object]], **run_fi
     return load(write_study(folder, runs, SMALL))
 
 
-def test_the_factors_of_the_smoke_grid(one_loss_frames: StudyFrames, three_loss_frames: StudyFrames) -> None:
-    grid = find_grid(one_loss_frames)
+def test_the_factors_and_panels_of_the_smoke_grid(one_loss_frames: StudyFrames, three_loss_frames: StudyFrames) -> None:
+    grid = layout.find_grid(one_loss_frames)
     assert (grid.x, grid.y) == (KL, ENTROPY)
     assert set(grid.panels) == {FILTER, "algorithm.zero_task_advantage"}
     assert grid.factor_values[FILTER] == (1.0, 0.8, 0.6, 0.4)
     assert sorted(grid.factor_values[KL]) == [0, 0.001, 0.003, 0.01, 0.03]
-    assert set(find_grid(three_loss_frames).panels) == {*grid.panels, "actor.kl_loss_type"}
-
-
-def test_panels_and_their_sizes_are_those_of_the_groups(one_loss_frames: StudyFrames) -> None:
-    grid = find_grid(one_loss_frames)
+    assert set(layout.find_grid(three_loss_frames).panels) == {*grid.panels, "actor.kl_loss_type"}
     cells = layout.make_cell_table(grid, layout.make_member_table(one_loss_frames, grid))
     assert cells.groupby("panel", sort=False).size().to_dict() == {
         "filter 1": 25, "filter 1, zero task advantage": 16, "filter 0.8": 9, "filter 0.6": 9, "filter 0.4": 9,
@@ -73,27 +63,32 @@ def test_one_factor_is_no_grid_and_two_are(tmp_path: Path) -> None:
     two_factor_frames = make_named_frames(
         tmp_path / "two", {"a": {ENTROPY: 0.0, FILTER: 1.0}, "b": {ENTROPY: 0.1, FILTER: 0.5}}
     )
-    grid = find_grid(two_factor_frames)
+    grid = layout.find_grid(two_factor_frames)
     assert (grid.x, grid.y, grid.panels) == (ENTROPY, FILTER, ())
 
 
-def test_the_plane_is_the_pair_with_the_most_points(tmp_path: Path) -> None:
-    arms = {
-        f"{a}-{b}-{c}": {"actor.lr": a, ENTROPY: b, FILTER: c}
-        for a in (0.1, 0.2)
-        for b in (0.0, 0.1, 0.2)
-        for c in (1.0, 0.8, 0.6)
-    }
-    grid = find_grid(make_named_frames(tmp_path, arms))
+def test_the_plane_is_the_pair_with_the_most_points_and_equal_ones_keep_their_names(tmp_path: Path) -> None:
+    points = product((0.1, 0.2), (0.0, 0.1, 0.2), (1.0, 0.8, 0.6))
+    arms = {f"{a}-{b}-{c}": {"actor.lr": a, ENTROPY: b, FILTER: c} for a, b, c in points}
+    grid = layout.find_grid(make_named_frames(tmp_path, arms))
     assert {grid.x, grid.y} == {ENTROPY, FILTER}
     assert grid.panels == ("actor.lr",)
+    equal: dict[str, dict[str, object]] = {
+        **{name: {ENTROPY: 0.0, FILTER: 1.0} for name in "ab"},
+        "c": {ENTROPY: 0.1, FILTER: 0.5},
+    }
+    frames = make_named_frames(tmp_path / "equal", equal)
+    labels = list(layout.make_arm_labels(frames, layout.find_grid(frames)).values())
+    assert labels[:2] == ["entropy 0 · filter 1 (a)", "entropy 0 · filter 1 (b)"]
+    table = layout.make_cell_table(layout.find_grid(frames), layout.make_member_table(frames, layout.find_grid(frames)))
+    assert table["arms"].to_list() == ["c", "a, b"]
 
 
 @pytest.mark.long
 def test_cells_are_the_means_of_their_runs(tmp_path: Path) -> None:
     """A literal double loop over arms and runs gives the same numbers."""
     frames = load(write_grid(tmp_path, {"low_var_kl": ("5",)}, seeds=3, levels=20))
-    grid = find_grid(frames)
+    grid = layout.find_grid(frames)
     table = layout.make_cell_table(grid, layout.make_member_table(frames, grid))
     assert len(table) == 16
     assert (table["runs"] == 3).all()
@@ -114,7 +109,7 @@ def test_cells_are_the_means_of_their_runs(tmp_path: Path) -> None:
 
 
 def test_a_stop_is_a_failed_regime_with_its_value_and_no_run_is_no_number(one_loss_frames: StudyFrames) -> None:
-    grid = find_grid(one_loss_frames)
+    grid = layout.find_grid(one_loss_frames)
     table = layout.make_cell_table(grid, layout.make_member_table(one_loss_frames, grid)).set_index("arms")
     for run in to_records(one_loss_frames.trials):
         cell = table.loc[run["arm"]]
@@ -129,8 +124,8 @@ def test_a_stop_is_a_failed_regime_with_its_value_and_no_run_is_no_number(one_lo
     assert set(one_loss_frames.trials["status"]) == {"completed", "early_stopped", "failed", "never_ran"}
 
 
-def test_runs_without_a_kl_loss_are_shown_under_each_form_but_counted_once(three_loss_frames: StudyFrames) -> None:
-    grid = find_grid(three_loss_frames)
+def test_runs_without_a_kl_loss_count_once_and_each_form_has_its_contrast(three_loss_frames: StudyFrames) -> None:
+    grid = layout.find_grid(three_loss_frames)
     members = layout.make_member_table(three_loss_frames, grid)
     shared_members = members[members["shared"]]
     assert (shared_members[KL] == 0).all()
@@ -138,10 +133,13 @@ def test_runs_without_a_kl_loss_are_shown_under_each_form_but_counted_once(three
     assert shared_members["run_id"].nunique() == 20  # groups 2 and 3
     assert members["home"].sum() == len(three_loss_frames.trials) == 164
     assert (shared_members.groupby("run_id")["success"].nunique(dropna=False) == 1).all()
+    table = compare_switch(grid, members, "algorithm.zero_task_advantage")
+    assert list(dict.fromkeys(table["group"])) == ["kl", "mse", "low_var_kl"]
+    assert (table["pairs"] == 16).all()
 
 
 def test_labels_name_points_and_are_unique(three_loss_frames: StudyFrames) -> None:
-    grid = find_grid(three_loss_frames)
+    grid = layout.find_grid(three_loss_frames)
     labels = layout.make_arm_labels(three_loss_frames, grid)
     assert len(set(labels.values())) == len(labels) == 164
     assert labels["g3-smoke-ppo-sokoban-topk100-kl0-ent0-low_var_kl"] == "filter 1 · KL 0 · entropy 0"
@@ -153,21 +151,8 @@ def test_labels_name_points_and_are_unique(three_loss_frames: StudyFrames) -> No
     assert renamed_frames.steps["arm"].map(arms).equals(three_loss_frames.steps["arm"])
 
 
-def test_equal_points_keep_their_own_names(tmp_path: Path) -> None:
-    arms: dict[str, dict[str, object]] = {
-        "a": {ENTROPY: 0.0, FILTER: 1.0},
-        "b": {ENTROPY: 0.0, FILTER: 1.0},
-        "c": {ENTROPY: 0.1, FILTER: 0.5},
-    }
-    frames = make_named_frames(tmp_path, arms)
-    labels = list(layout.make_arm_labels(frames, find_grid(frames)).values())
-    assert labels[:2] == ["entropy 0 · filter 1 (a)", "entropy 0 · filter 1 (b)"]
-    table = layout.make_cell_table(find_grid(frames), layout.make_member_table(frames, find_grid(frames)))
-    assert table["arms"].to_list() == ["c", "a, b"]
-
-
 def test_the_contrast_is_on_minus_off_over_equal_points(one_loss_frames: StudyFrames) -> None:
-    grid = find_grid(one_loss_frames)
+    grid = layout.find_grid(one_loss_frames)
     (setting,) = list_switches(grid)
     members = layout.make_member_table(one_loss_frames, grid)
     row = compare_switch(grid, members, setting).set_index("measure").loc["success"]
@@ -189,7 +174,7 @@ def test_a_contrast_over_seeds_has_one_number_per_seed(tmp_path: Path) -> None:
     """Its own numbers are three means over 16 pairs, and no interval is narrower than they allow."""
     runs = make_runs({"low_var_kl": ("4", "5")}, seeds=3, steps=8)
     frames = load(write_study(tmp_path, runs, make_study(levels=20, steps=8)))
-    grid = find_grid(frames)
+    grid = layout.find_grid(frames)
     members = layout.make_member_table(frames, grid)
     row = compare_switch(grid, members, "algorithm.zero_task_advantage").set_index("measure").loc["success"]
     table = members.pivot_table(
@@ -214,14 +199,13 @@ def test_a_contrast_of_equal_runs_has_no_interval(tmp_path: Path) -> None:
         for kl, entropy, switch in product((0.0, 0.1), (0.0, 0.1), (False, True))
     }
     frames = make_named_frames(tmp_path, arms)
-    table = pd.concat([layout.make_member_table(frames, find_grid(frames)).assign(seed=seed) for seed in range(3)])
+    table = pd.concat(
+        [layout.make_member_table(frames, layout.find_grid(frames)).assign(seed=seed) for seed in range(3)]
+    )
     table["success"] = 0.5
-    row = compare_switch(find_grid(frames), table, "algorithm.zero_task_advantage").set_index("measure").loc["success"]
+    row = (
+        compare_switch(layout.find_grid(frames), table, "algorithm.zero_task_advantage")
+        .set_index("measure")
+        .loc["success"]
+    )
     assert (row["seeds"], row["difference"], np.isnan(row["low"])) == (3, 0.0, True)
-
-
-def test_each_form_of_the_loss_has_its_own_contrast(three_loss_frames: StudyFrames) -> None:
-    grid = find_grid(three_loss_frames)
-    table = compare_switch(grid, layout.make_member_table(three_loss_frames, grid), "algorithm.zero_task_advantage")
-    assert list(dict.fromkeys(table["group"])) == ["kl", "mse", "low_var_kl"]
-    assert (table["pairs"] == 16).all()

@@ -61,10 +61,7 @@ def test_a_difference_is_the_other_study_minus_the_first(studies: dict[str, Stud
         assert row["equal_rows"] == (row["arm"] == "0")
         assert row["equal_rows"] or row["difference_low"] < row["difference"] < row["difference_high"]
     assert table.loc[table["arm"] == "0.01", "verdict"].item() == "better"
-
-
-def test_the_order_of_the_studies_turns_the_sign(studies: dict[str, StudyFrames]) -> None:
-    table, turned = (page.compare_arms(dict(items)) for items in (studies.items(), reversed(studies.items())))
+    turned = page.compare_arms(dict(reversed(studies.items())))
     assert turned["difference"].to_list() == pytest.approx([-value for value in table["difference"]])
     assert turned["p"].to_list() == pytest.approx(table["p"].to_list(), nan_ok=True)
     assert turned.loc[turned["other_arm"] == "0.01", "verdict"].item() == "worse"
@@ -82,15 +79,12 @@ def test_equal_rows_are_seen_whatever_other_arms_measured(studies: dict[str, Stu
     assert (row["arm"], row["verdict"]) == ("0", "no effect")
 
 
-def test_the_noise_is_that_of_all_arms_of_all_studies(studies: dict[str, StudyFrames]) -> None:
+def test_the_noise_is_of_all_arms_and_added_seeds_need_the_test_for_all_looks(studies: dict[str, StudyFrames]) -> None:
     outcomes = collect_joint_outcomes(studies, "late_val_success", 2)
     assert outcomes.values.index.to_list() == ["A 0", "A 0.01", "A 0.1", "B 0", "B 0.010", "B 0.3"]
     assert outcomes.values.shape == (6, 3)
     assert set(outcomes.min_variances) == set(outcomes.values.index)
     assert outcomes.num_comparisons == 0  # no seed was added after a look
-
-
-def test_seeds_that_were_added_after_a_look_need_the_test_for_all_looks(studies: dict[str, StudyFrames]) -> None:
     (study,) = studies["A"].studies
     extended = replace(studies["A"], study=replace(study, planned_seeds=1))
     outcomes = collect_joint_outcomes({"A": extended, "B": studies["B"]}, "late_val_success", 2)
@@ -100,13 +94,19 @@ def test_seeds_that_were_added_after_a_look_need_the_test_for_all_looks(studies:
     assert dict(zip(table["arm"], table["verdict"], strict=True)) == {"0": "no effect", "0.01": "open"}
 
 
-def test_runs_that_a_rule_stopped_are_counted(tmp_path: Path) -> None:
+def test_stopped_runs_count_and_failed_ones_are_not_compared(tmp_path: Path, studies: dict[str, StudyFrames]) -> None:
     stop = ("reward_variance_collapse", 0.1, 0.2)
     stopped = [FakeRun("0", seed, "early_stopped", steps=15, stop=stop, success=(0.3, 0.01)) for seed in range(2)]
     first = load(write_study(tmp_path / "a", [*stopped, FakeRun("0", 2, steps=20)], STUDY))
     (row,) = to_records(page.compare_arms({"A": first, "B": make_frames(tmp_path / "b", {"0": 0.6})}))
     assert (row["reference_stopped"], row["reference_runs"]) == (2, 3)
     assert (row["other_stopped"], row["other_runs"]) == (0, 3)
+    runs = [FakeRun("0", seed, steps=20) for seed in range(2)] + [FakeRun("0.01", status="failed", steps=5)]
+    frames = load(write_study(tmp_path / "failed", runs, STUDY))
+    table = page.compare_arms({"A": studies["A"], "B": frames})
+    row = table[table["arm"] == "0.01"].iloc[0]
+    assert row["verdict"] == "no comparison"
+    assert math.isnan(row["difference"])
 
 
 def test_only_settings_that_differ_are_listed(studies: dict[str, StudyFrames]) -> None:
@@ -119,18 +119,13 @@ def test_only_settings_that_differ_are_listed(studies: dict[str, StudyFrames]) -
         {"setting": "actor.lr", "A": str(study.settings["actor"]["lr"]), "B": "0.5"},
         {"setting": "new", "A": "", "B": "1"},
     ]
+    # One that a study lacks is listed unless the others have its default.
+    for value, is_listed in ((1, False), (2, True)):
+        newer = replace(study, settings={**study.settings, "new": value}, defaults={"new": 1})
+        assert list(page.compare_settings({"A": study, "B": newer})["setting"]) == ["new"] * is_listed
 
 
-@pytest.mark.parametrize(("value", "is_listed"), [(1, False), (2, True)])
-def test_a_setting_that_a_study_lacks_is_listed_unless_the_others_have_its_default(
-    studies: dict[str, StudyFrames], value: int, is_listed: bool
-) -> None:
-    (study,) = studies["A"].studies
-    newer = replace(study, settings={**study.settings, "new": value}, defaults={"new": 1})
-    assert list(page.compare_settings({"A": study, "B": newer})["setting"]) == ["new"] * is_listed
-
-
-def test_the_page_has_every_study_arm_and_setting(studies: dict[str, StudyFrames], tmp_path: Path) -> None:
+def test_the_page_has_every_study_arm_setting_and_seed(studies: dict[str, StudyFrames], tmp_path: Path) -> None:
     comparison = page.compare(studies, {"A": "here/<results>", "B": "there"})
     text = page.write_comparison(comparison, tmp_path / "comparison.html").read_text()
     words = parse_page(text).words
@@ -149,18 +144,6 @@ def test_the_page_has_every_study_arm_and_setting(studies: dict[str, StudyFrames
         (f"B {arm}", difference) for arm, difference in zip(("0", "0.010"), comparison.arms["difference"], strict=True)
     ]
     assert "The settings that all arms of a study share are the same in every study." in words
-
-
-def test_an_arm_without_a_scored_run_has_no_comparison(tmp_path: Path, studies: dict[str, StudyFrames]) -> None:
-    runs = [FakeRun("0", seed, steps=20) for seed in range(2)] + [FakeRun("0.01", status="failed", steps=5)]
-    frames = load(write_study(tmp_path, runs, STUDY))
-    table = page.compare_arms({"A": studies["A"], "B": frames})
-    row = table[table["arm"] == "0.01"].iloc[0]
-    assert row["verdict"] == "no comparison"
-    assert math.isnan(row["difference"])
-
-
-def test_studies_with_other_seeds_are_told_over_which_a_difference_is(studies: dict[str, StudyFrames]) -> None:
     fewer = replace(studies["B"], trials=studies["B"].trials[studies["B"].trials["seed"] == 0])
     *_, sentence = page.compare({**studies, "B": fewer}, {"A": "a", "B": "b"}).describe()
     assert sentence.startswith("The studies have different seeds. Means are over the seeds of each study.")

@@ -11,13 +11,11 @@ from analysis import StudyFrames, load
 from analysis.report import sweep
 from analysis.report.results import SweepResults
 from analysis.report.section import Listing
+from tests.analysis.data.test_episodes import write_run
 from tests.analysis.report.test_pages import render_frames
-from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeRun, write_study
-from trainable.files.json_lines import read_lines
 from trainable.files.paths import UnsafePathError
 from trainable.runs.episode_lines import RecordedEpisode, RecordedTurn
-from trainable.runs.run_files import ENDS_KEY, EPISODES_FILE, METRICS_FILE
 from trainable.runs.study_record import RunEntry
 
 RUNS = [FakeRun(arm, seed) for arm in ("0", "0.1", "1") for seed in (0, 1)]
@@ -28,24 +26,18 @@ def make_episode(step: int, level: int, success: bool, observation: str = "a boa
     return RecordedEpisode(step, level, (turn,), success, "success" if success else "out of turns", -0.1)
 
 
-def write_episodes(folder: Path, run: FakeRun, *episodes: RecordedEpisode) -> None:
-    run_dir = folder / "runs" / run.run_id
-    for episode in episodes:
-        append_record(run_dir / EPISODES_FILE, episode.to_line())
-    ends = {EPISODES_FILE: list(read_lines(run_dir / EPISODES_FILE).end)}
-    append_record(run_dir / METRICS_FILE, {"step": 60, ENDS_KEY: ends})
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six runs. Arm 1 has no episodes, and arm 0.1 only solved ones."""
     folder = write_study(tmp_path_factory.mktemp("examples"), RUNS)
     outcomes = {7: True, 8: False, 9: False, 10: True}
-    for seed, number in ((0, 0), (1, 1)):
-        episodes = [make_episode(step, level, outcomes[level]) for step in (0, 5, 60) for level in outcomes]
-        write_episodes(folder, RUNS[number], *(episode._replace(score=seed) for episode in episodes))
     attack = "</pre><script>alert(1)</script>\x1b[2J"
-    write_episodes(folder, RUNS[2], make_episode(0, 7, True, attack), make_episode(60, 7, True, "x" * 9_000))
+    episodes = [
+        make_episode(step, level, outcomes[level])._replace(score=0) for step in (0, 5, 60) for level in outcomes
+    ]
+    attacks = [make_episode(0, 7, True, attack), make_episode(60, 7, True, "x" * 9_000)]
+    for run, recorded in zip(RUNS, (episodes, [each._replace(score=1) for each in episodes], attacks), strict=False):
+        write_run(folder / "runs" / run.run_id, *recorded, step=60)
     return folder
 
 
@@ -57,12 +49,8 @@ def test_a_solved_and_a_failed_episode_of_the_first_and_the_last_validation_are_
     first, second = list_examples(load(folder))
     ends = "solved after step 0, failed after step 0, solved after step 60, failed after step 60"
     assert first.fold == f"Arm 0, seed 0: {ends}"
-    assert re.findall(r"After step (\d+), level (\d+): ", first.text) == [
-        ("0", "7"),
-        ("0", "8"),
-        ("60", "7"),
-        ("60", "8"),
-    ]
+    places = re.findall(r"After step (\d+), level (\d+): ", first.text)
+    assert places == [("0", "7"), ("0", "8"), ("60", "7"), ("60", "8")]
     assert "\n\n| a board\n> <think>0</think>\n  Up, reward -0.1\n\n" in first.text
     assert second.fold == "Arm 0.1, seed 0: solved after step 0, solved after step 60"
 

@@ -11,14 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.charts import chart as charts
-from analysis.report.page import (
-    format_cell,
-    format_inline,
-    format_plain,
-    format_plain_cell,
-    render_page,
-    view_sections,
-)
+from analysis.report.page import format_cell, format_inline, format_plain, format_plain_cell, render_page, view_sections
 from analysis.report.section import Figure, Heading, Listing, Section, Table, TableColumn, name, number
 from tests.analysis.report.test_pages import CONTROLS, SCRIPT, parse_page
 from trainable.files.paths import LINE_CHARACTERS, escape_controls, is_printable
@@ -67,15 +60,12 @@ def test_a_hostile_text_is_a_text_wherever_it_stands() -> None:
     assert page.sections == ["hostile", "limits"]
 
 
-def test_a_page_without_a_chart_has_no_script_and_loads_itself_again_if_asked() -> None:
+def test_a_page_without_a_chart_or_with_one_of_many_rows_has_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = [render(make_section("a"), with_charts=False), render(make_section("a", figures=()), refresh_seconds=7)]
     assert [len(SCRIPT.findall(text)) for text in pages] == [0, 0]
     assert all("script-src" not in text for text in pages)
     assert ['http-equiv="refresh" content="7"' in text for text in pages] == [False, True]
     assert '<svg role="img" aria-label="Of ' in pages[0]
-
-
-def test_a_chart_of_many_rows_is_left_to_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     (drawn,) = view_sections([make_section("a")], None, with_charts=True)[0].figures
     assert drawn.spec
     monkeypatch.setattr(charts, "MAX_ROWS", 1)

@@ -15,7 +15,6 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-import pandas as pd
 import pytest
 
 from analysis.data.frames import StudyFrames
@@ -49,14 +48,9 @@ class Page(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.errors: list[str] = []
-        self.ids: list[str] = []
-        self.links: list[str] = []
-        self.sections: list[str] = []
+        self.open, self.errors, self.ids, self.links, self.sections = (list[str]() for _ in range(5))
         self.tags: set[str] = set()
-        self.text = ""
-        self.last_tag = ""
+        self.text, self.last_tag = "", ""
         self.feed(text)
         self.close()
         self.errors += [f"<{tag}> never closed" for tag in self.open]
@@ -275,9 +269,9 @@ def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[FakeRun], w
 @pytest.mark.parametrize(
     "runs",
     [
-        [],
         [FakeRun("0", status="", steps=0)],
         [FakeRun("0", steps=10), FakeRun("0.1", **FAILED)],
+        [],
         [FakeRun("0", **STOPPED)],
     ],
 )
@@ -290,15 +284,14 @@ def test_runs_that_have_not_ended_well_can_be_drawn(tmp_path: Path, runs: list[F
 def test_equal_levels_are_counted_only_where_runs_have_the_same_levels_and_some_are_equal(folder: Path) -> None:
     frames = load(folder)
     summary = tables.summarize_arms(frames)
-
-    def find_caveat(levels: pd.DataFrame) -> str:
-        return "".join(findings.list_caveats(replace(frames, levels=levels), summary))
-
     levels = frames.levels
-    assert "the same 200 levels. 175 of them are distinct: " in find_caveat(levels)
-    assert "the same 200 levels. The results" in find_caveat(levels.assign(cluster=levels["level"]))
     others = levels.assign(level=levels["level"] + 1_000 * (levels["run_id"] == levels["run_id"].iloc[0]))
-    assert "different sets of levels, 400 in all. The results" in find_caveat(others)
+    for changed_levels, words in (
+        (levels, "the same 200 levels. 175 of them are distinct: "),
+        (levels.assign(cluster=levels["level"]), "the same 200 levels. The results"),
+        (others, "different sets of levels, 400 in all. The results"),
+    ):
+        assert words in "".join(findings.list_caveats(replace(frames, levels=changed_levels), summary))
 
 
 @pytest.mark.long
@@ -390,7 +383,7 @@ def test_the_index_links_every_study_and_compares_equal_runs(tmp_path: Path) -> 
     assert page.words.count("A short study: 10 training steps instead of the 60 of preset laptop") == 1
 
 
-def test_the_conclusion_counts_collapses_and_names_the_basis_of_intervals(tmp_path: Path) -> None:
+def test_the_conclusion_counts_collapses_and_a_run_is_summarized_with_the_verdict_of_its_arm(tmp_path: Path) -> None:
     runs = [FakeRun(arm, seed, steps=10) for arm in ("0", "0.1") for seed in range(3)]
     runs[5] = FakeRun("0.1", 2, status="early_stopped", steps=5, stop=STOP)
     runs[2] = FakeRun("0", 2, status="failed", steps=5)
@@ -403,12 +396,9 @@ def test_the_conclusion_counts_collapses_and_names_the_basis_of_intervals(tmp_pa
     assert findings.describe_interval_basis(tables.make_dose_response(frames, tables.summarize_arms(frames))) == (
         "Intervals are over 2 seeds, with the noise of these runs alone; or over 3 seeds, with the noise of all arms."
     )
-
-
-def test_a_run_is_summarized_with_the_verdict_of_its_arm(tmp_path: Path) -> None:
-    runs = [FakeRun(arm, seed, steps=10) for arm in ("0", "0.1") for seed in range(3)]
+    runs[2] = FakeRun("0", 2, steps=10)
     runs[5] = FakeRun("0.1", 2, status="early_stopped", steps=5, stop=STOP, reason="the rule fired")
-    summaries = pages.summarize_runs(load(write_study(tmp_path, runs, SMALL)))
+    summaries = pages.summarize_runs(load(write_study(tmp_path / "all", runs, SMALL)))
     assert list(summaries) == [run.run_id for run in runs]
     assert [summary["collapsed"] for summary in summaries.values()] == [False] * 5 + [True]
     assert [summary["verdict"] for summary in summaries.values()] == ["baseline"] * 3 + ["open"] * 3
@@ -465,13 +455,6 @@ BROWSER = next(
 )
 
 
-def open_in_browser(page: Path, profile: Path) -> str:
-    """Open a page in Chromium, give its script time, and return the document that it shows."""
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
-    command = [str(BROWSER), *flags, "--virtual-time-budget=20000", f"--user-data-dir={profile}", page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-
-
 @pytest.mark.long
 @pytest.mark.browser
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
@@ -484,7 +467,10 @@ def test_a_browser_draws_every_chart_and_shows_texts_as_texts(folder: Path, tmp_
         shown = write_study_of_arms(tmp_path / "study", arms)
         assert set(load(shown).trials["arm"]) == set(arms)
         write_report(shown)
-    dom = open_in_browser(shown / "report.html", tmp_path / "profile")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
+    flags += ["--virtual-time-budget=20000", f"--user-data-dir={tmp_path / 'profile'}"]  # time for its script
+    command = [str(BROWSER), *flags, (shown / "report.html").as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     static_dom = SCRIPT.sub("", dom)
     assert "<title>Does a KL penalty to the initial policy prevent collapse" in dom
     assert static_dom.count('<svg role="img"') == len(list((shown / "figures").glob("*.png"))) > 0

@@ -1,7 +1,5 @@
 """Tests of what a report is made of: columns of tables and the formats of their numbers."""
 
-from typing import Any
-
 import pytest
 
 from analysis.report.section import TableColumn, format_count, format_duration, name, number, text
@@ -30,15 +28,9 @@ def test_cells_have_a_dash_where_a_value_is_missing(column: TableColumn, kind: s
     assert (column.kind, column.cell(ROW)) == (kind, cell)
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "words"),
-    [(0.1, 0.25, "[0.100, 0.250]"), (NAN, 0.25, "[–, 0.250]"), (0.1, None, "[0.100, –]"), (NAN, None, "")],
-)
-def test_format_interval(low: Any, high: Any, words: str) -> None:
-    assert format_interval(low, high, format_fraction) == words
-
-
-def test_counts_and_durations_have_few_digits() -> None:
+def test_counts_and_durations_have_few_digits_and_intervals_a_dash() -> None:
+    intervals = {(0.1, 0.25): "[0.100, 0.250]", (NAN, 0.25): "[–, 0.250]", (0.1, None): "[0.100, –]", (NAN, None): ""}
+    assert {ends: format_interval(*ends, format_fraction) for ends in intervals} == intervals
     values = (240, 5400, 9_996, 12_345, 999_499, 999_500, -999_999, 1_230_000, 999_700_000, 1.2e12)
     words = "240|5 400|9 996|12.3 k|999 k|1 M|-1 M|1.23 M|1 G|1.2 T"
     assert "|".join(map(format_count, values)) == words

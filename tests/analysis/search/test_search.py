@@ -12,19 +12,18 @@ import pandas as pd
 import pytest
 
 from analysis.charts import search as charts
-from analysis.charts.chart import INK, POINT_COLOR, STOPPED_COLOR, make_spec
+from analysis.charts.chart import INK, POINT_COLOR, STOPPED_COLOR
 from analysis.data.frames import StudyFrames
 from analysis.data.load import load
 from analysis.report.page import format_plain_cell
 from analysis.report.pages import conclude, draw_figures, write_report
 from analysis.report.results import SweepResults
 from analysis.report.search import SEARCH, describe_search, make_complete_points, make_files
-from analysis.report.section import Table
 from analysis.search.points import CENSORED_POINT, COMPLETE, FAILED, OPEN, find_best_point, make_points
 from analysis.search.trials import CONSTRAINT, list_pareto_arms, make_optuna_study
+from tests.analysis.charts.specs import read_layers
 from tests.analysis.report.test_pages import parse_page
 from tests.fakes.run_folders import FakeRun, FakeStudy, make_study_record, write_study
-from trainable.runs.study_record import Search
 
 DEFAULTS: dict[str, Any] = {
     "low": 0.0, "high": 0.0, "is_log": False, "is_relative": False, "is_integer": False, "values": [], "condition": [],
@@ -48,12 +47,6 @@ def make_entry(objectives: tuple[str, ...] = ("success",), num_points: int = 5) 
     return {"space": space, "objectives": list(objectives), "num_points": num_points, "points_per_round": 4, "seed": 0}
 
 
-def make_search(objectives: tuple[str, ...] = ("success",)) -> Search:
-    search = make_study_record(search=make_entry(objectives)).search
-    assert search is not None
-    return search
-
-
 POINTS = {
     "default": {},
     "point-1": {"actor.lr": "0.001", "actor.use_kl_loss": "False", "actor.ppo_epochs": "2"},
@@ -68,14 +61,9 @@ def make_frames(
     folder: Path, runs: list[FakeRun], objectives: tuple[str, ...] = ("success",), **extra: Any
 ) -> StudyFrames:
     """Load a search. extra: entries of study.json, also such as no search writes."""
+    extra = {"search": make_entry(objectives), "points": POINTS, **extra}
     study = FakeStudy(
-        run="search",
-        setting="point",
-        baseline="default",
-        levels=40,
-        total_steps=20,
-        values=tuple(POINTS),
-        extra={"search": make_entry(objectives), "points": POINTS, **extra},
+        "kl", "search", "point", baseline="default", levels=40, total_steps=20, values=tuple(POINTS), extra=extra
     )
     return load(write_study(folder, runs, study))
 
@@ -103,11 +91,10 @@ def frames(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
 def list_points(frames: StudyFrames) -> list[dict[str, str]]:
     """Return the rows of the table of the best points, by heading."""
     table = next(iter(SEARCH.tables(SweepResults(frames))))
-    assert isinstance(table, Table)
     return [{column.heading: format_plain_cell(column, row) for column in table.columns} for row in table.rows]
 
 
-def test_a_point_is_the_mean_of_its_seeds_and_a_collapse_counts(frames: StudyFrames) -> None:
+def test_a_point_is_the_mean_of_its_seeds_and_the_best_is_one_without_a_collapse(frames: StudyFrames) -> None:
     table = make_points(frames).set_index("arm")
     runs = frames.trials
     for arm in ("default", "point-1", "point-2"):
@@ -120,6 +107,14 @@ def test_a_point_is_the_mean_of_its_seeds_and_a_collapse_counts(frames: StudyFra
     assert table["violations"].to_list() == [0, 0, 1, 1, 0]
     assert table["is_feasible"].to_list() == [True, True, False, False, False]
     assert table["seeds"].to_list() == [2, 2, 2, 1, 1]
+    points = make_points(frames)
+    best, worst = find_best_point(points, is_higher_better=True), find_best_point(points, is_higher_better=False)
+    assert (best["arm"], worst["arm"]) == ("point-1", "default")  # point-2 has more success, but a run of it collapsed
+    assert find_best_point(points.assign(is_feasible=False), is_higher_better=True) is None
+    values = make_files(SweepResults(frames))["search_points"].set_index("arm")
+    assert values.loc["default", "actor.lr"] == 3e-4
+    assert values.loc["point-2", "actor.kl_loss_coef if actor.use_kl_loss=True"] == 0.1
+    assert pd.isna(values.loc["point-1", "actor.kl_loss_coef if actor.use_kl_loss=True"])
 
 
 def test_a_censored_or_failed_point_has_no_outcome(tmp_path: Path) -> None:
@@ -139,15 +134,6 @@ def test_a_censored_or_failed_point_has_no_outcome(tmp_path: Path) -> None:
     assert math.isnan(row["success"])
 
 
-def test_the_best_point_is_one_without_a_collapse(frames: StudyFrames) -> None:
-    points = make_points(frames)
-    best, worst = find_best_point(points, is_higher_better=True), find_best_point(points, is_higher_better=False)
-    assert best is not None
-    assert worst is not None
-    assert (best["arm"], worst["arm"]) == ("point-1", "default")  # point-2 has more success, but a run of it collapsed
-    assert find_best_point(points.assign(is_feasible=False), is_higher_better=True) is None
-
-
 def test_a_study_of_chosen_arms_has_no_points(tmp_path: Path) -> None:
     plain = load(write_study(tmp_path, [FakeRun("0"), FakeRun("0.1")]))
     assert make_points(plain).empty
@@ -155,8 +141,10 @@ def test_a_study_of_chosen_arms_has_no_points(tmp_path: Path) -> None:
     assert "point" not in " ".join(conclude(plain).sentences)
 
 
-def test_the_optuna_study_has_the_points_that_have_ended(frames: StudyFrames) -> None:
-    study = make_optuna_study(make_search(("success", "cost")), make_points(frames), is_higher_better=True)
+def test_the_optuna_study_has_the_points_that_have_ended_and_logs_nothing(frames: StudyFrames) -> None:
+    study = make_optuna_study(
+        make_study_record(search=make_entry(("success", "cost"))).search, make_points(frames), is_higher_better=True
+    )
     assert [trial.user_attrs["arm"] for trial in study.trials] == ["default", "point-1", "point-2", "point-3"]
     assert [direction.name for direction in study.directions] == ["MAXIMIZE", "MINIMIZE"]
     assert study.trials[2].constraints == {CONSTRAINT: 1.0}
@@ -165,6 +153,7 @@ def test_the_optuna_study_has_the_points_that_have_ended(frames: StudyFrames) ->
     assert study.trials[2].params["actor.kl_loss_coef if actor.use_kl_loss=True"] == 0.1
     # The settings of the study, where the space contains them.
     assert study.trials[0].params == {"actor.lr": 3e-4, "actor.use_kl_loss": "False", "actor.ppo_epochs": 1}
+    assert optuna.logging.get_verbosity() == optuna.logging.WARNING
 
 
 @pytest.mark.parametrize(
@@ -172,7 +161,7 @@ def test_the_optuna_study_has_the_points_that_have_ended(frames: StudyFrames) ->
 )
 def test_the_state_of_a_point_is_that_of_its_trial(frames: StudyFrames, state: str, optuna_state: str) -> None:
     points = make_points(frames).iloc[:1].assign(state=state)
-    (trial,) = make_optuna_study(make_search(), points, is_higher_better=True).trials
+    (trial,) = make_optuna_study(make_study_record(search=make_entry()).search, points, is_higher_better=True).trials
     assert trial.state.name == optuna_state
     assert (trial.values is not None) == (state == COMPLETE)
 
@@ -194,7 +183,7 @@ def test_the_pareto_front_is_that_of_an_exhaustive_comparison() -> None:
             & ((feasible["success"] > row.success) | (feasible["cost"] < row.cost))
         ).any()
     ]
-    assert list_pareto_arms(make_search(), True, points) == front
+    assert list_pareto_arms(make_study_record(search=make_entry()).search, True, points) == front
 
 
 @pytest.mark.long
@@ -212,8 +201,7 @@ def test_the_report_of_a_search_says_what_its_best_point_is_worth(frames: StudyF
     assert [rows[1][name] for name in settings] == ["0.0003", "False", "–", "1"]
     names = {"search_history", "search_pareto"}
     assert draw_figures(frames, names).keys() == names
-    page = parse_page(write_report(frames.folders[0]).read_text())
-    assert page is not None
+    parse_page(write_report(frames.folders[0]).read_text())
     assert {f"{name}.png" for name in names} <= {path.name for path in (frames.folders[0] / "figures").iterdir()}
     short = conclude(replace(frames, study=replace(frames.studies[0], preset_steps=100_000))).sentences
     assert short[0].startswith("A short study: ")
@@ -221,48 +209,31 @@ def test_the_report_of_a_search_says_what_its_best_point_is_worth(frames: StudyF
     assert conclude(frames).verdicts == ()  # the points of a search are in its section
 
 
-def test_the_values_of_the_default_are_those_of_the_study(frames: StudyFrames) -> None:
-    values = make_files(SweepResults(frames))["search_points"].set_index("arm")
-    assert values.loc["default", "actor.lr"] == 3e-4
-    assert values.loc["point-2", "actor.kl_loss_coef if actor.use_kl_loss=True"] == 0.1
-    assert pd.isna(values.loc["point-1", "actor.kl_loss_coef if actor.use_kl_loss=True"])
-
-
-def list_marks(spec: dict[str, Any], datasets: dict[str, Any]) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Return the mark of each layer of a chart with its rows."""
-    return [(layer["mark"], datasets[layer.get("data", spec.get("data"))["name"]]) for layer in spec["layer"]]
-
-
-def get_arms(rows: list[dict[str, Any]]) -> list[str]:
-    return [row["arm"] for row in rows]
-
-
 def test_the_history_has_every_point_and_the_best_so_far(frames: StudyFrames) -> None:
     table = make_complete_points(SweepResults(frames))
     for is_higher_better in (True, False):
-        spec = make_spec(charts.draw_history(table, is_higher_better))
-        (_, bounds), (line, best), (circle, points), (diamond, default), (cross, failed) = list_marks(
-            spec, spec["datasets"]
-        )
-        assert get_arms(bounds) == ["default", "point-1", "point-2", "point-3"]
-        assert (line["type"], line["interpolate"]) == ("line", "step-after")
+        bounds, best, *points = read_layers(charts.draw_history(table, is_higher_better))
+        assert bounds.rows["arm"].to_list() == ["default", "point-1", "point-2", "point-3"]
+        assert (best.mark["type"], best.mark["interpolate"]) == ("line", "step-after")
         # Without the points at which a run collapsed or failed.
-        successes = [row["success"] for row in best]
-        assert get_arms(best) == ["default", "point-1"]
+        assert best.rows["arm"].to_list() == ["default", "point-1"]
+        successes = best.rows["success"].to_list()
         best_of = max if is_higher_better else min
-        assert [row["best"] for row in best] == [successes[0], best_of(successes)]
-        assert (circle["color"], get_arms(points)) == (POINT_COLOR, ["point-1"])
-        assert (diamond["shape"], diamond["color"], get_arms(default)) == ("diamond", INK, ["default"])
-        assert (cross["shape"], cross["color"], get_arms(failed)) == ("cross", STOPPED_COLOR, ["point-2", "point-3"])
+        assert best.rows["best"].to_list() == [successes[0], best_of(successes)]
+        assert [(layer.mark["color"], layer.rows["arm"].to_list()) for layer in points] == [
+            (POINT_COLOR, ["point-1"]),
+            (INK, ["default"]),
+            (STOPPED_COLOR, ["point-2", "point-3"]),
+        ]
+        assert [layer.mark["shape"] for layer in points[1:]] == ["diamond", "cross"]
 
 
 def test_the_front_is_a_line_over_costs(frames: StudyFrames) -> None:
     points = make_complete_points(SweepResults(frames))
-    spec = make_spec(charts.draw_pareto(points))
-    (_, line), *marks, (_, labels) = list_marks(spec, spec["datasets"])
-    assert get_arms(line) == points.loc[points["is_front"], "arm"].to_list() == ["point-1"]
-    assert [row["label"] for row in labels] == ["1"]
-    drawn = {row["arm"]: row["millions"] for _, rows in marks for row in rows}
+    line, *marks, labels = read_layers(charts.draw_pareto(points))
+    assert line.rows["arm"].to_list() == points.loc[points["is_front"], "arm"].to_list() == ["point-1"]
+    assert labels.rows["label"].to_list() == ["1"]
+    drawn = {arm: millions for layer in marks for arm, millions in layer.list("arm", "millions")}
     assert drawn == pytest.approx(dict(zip(points["arm"], points["cost"] / 1e6, strict=True)))
 
 
@@ -294,17 +265,13 @@ WRONG_SPACES: tuple[list[dict[str, Any]], ...] = (
         *({"space": [{"name": "a", "setting": "a", **dimension} for dimension in space]} for space in WRONG_SPACES),
         {"objectives": ["time"]},
         {"num_points": "many"},
+        *({"points": points} for points in ([], {"default": []}, {"default": {"actor.lr": 1}})),
     ],
 )
 def test_a_search_that_makes_no_sense_is_damage(tmp_path: Path, change: dict[str, Any]) -> None:
+    entry = change if "points" in change else {"search": {**make_entry(), **change}}
     with pytest.raises(ValueError, match="damaged"):
-        make_frames(tmp_path, make_runs(), search={**make_entry(), **change})
-
-
-@pytest.mark.parametrize("points", [[], {"default": []}, {"default": {"actor.lr": 1}}])
-def test_points_without_settings_are_damage(tmp_path: Path, points: Any) -> None:
-    with pytest.raises(ValueError, match="damaged"):
-        make_frames(tmp_path, make_runs(), points=points)
+        make_frames(tmp_path, make_runs(), **entry)
 
 
 @pytest.mark.slow
@@ -312,7 +279,3 @@ def test_a_search_without_points_is_read_as_a_study(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, make_runs(), points={})
     assert make_points(frames).empty
     assert write_report(frames.folders[0]).is_file()
-
-
-def test_optuna_does_not_log_to_the_terminal() -> None:
-    assert optuna.logging.get_verbosity() == optuna.logging.WARNING

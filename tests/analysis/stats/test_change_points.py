@@ -44,7 +44,7 @@ def test_a_ramp_without_noise_is_recovered(
     assert estimate.noise == pytest.approx(0, abs=1e-9)
 
 
-def test_only_changes_in_the_given_direction_count() -> None:
+def test_only_changes_in_the_given_direction_count_and_a_long_series_is_searched_on_a_grid() -> None:
     steps = np.arange(40)
     # A large rise, then a small fall.
     values = make_ramp(steps, 5, 10, 0.0, 3.0) + make_ramp(steps, 25, 30, 0.0, -1.0)
@@ -53,6 +53,12 @@ def test_only_changes_in_the_given_direction_count() -> None:
     assert (rise.before < rise.after, fall.before > fall.after) == (True, True)
     assert find_change(steps, -values, np.random.default_rng(0), -1).onset == rise.onset
     assert find_change(steps, steps, np.random.default_rng(0), -1) == pytest.approx(Change(), nan_ok=True)
+    steps = np.arange(1, 1001)
+    noise = np.random.default_rng(1).normal(size=1000)
+    estimate = find_change(steps, make_ramp(steps, 300, 500, 0.0, 4.0) + noise, np.random.default_rng(0))
+    assert estimate.low <= 300 <= estimate.high
+    assert estimate.high - estimate.low < 60
+    assert estimate.p == 0.001
 
 
 def test_missing_values_are_skipped_and_little_or_constant_data_has_no_change() -> None:
@@ -64,15 +70,6 @@ def test_missing_values_are_skipped_and_little_or_constant_data_has_no_change() 
     few = np.where(steps % 10 == 0, values, math.nan)
     for series in (few, np.ones(60), np.full(60, math.nan)):
         assert find_change(steps, series, np.random.default_rng(0)) == pytest.approx(Change(), nan_ok=True)
-
-
-def test_a_long_series_is_searched_on_a_grid() -> None:
-    steps = np.arange(1, 1001)
-    noise = np.random.default_rng(1).normal(size=1000)
-    estimate = find_change(steps, make_ramp(steps, 300, 500, 0.0, 4.0) + noise, np.random.default_rng(0))
-    assert estimate.low <= 300 <= estimate.high
-    assert estimate.high - estimate.low < 60
-    assert estimate.p == 0.001
 
 
 @pytest.mark.long

@@ -66,7 +66,7 @@ def make_estimates(ceiling: float, midpoint: float, num_seeds: int = 5, refusal:
     return CurveEstimates(*values, fit, refusal)
 
 
-def test_no_other_search_finds_a_larger_likelihood() -> None:
+def test_no_other_search_finds_a_larger_likelihood_and_expected_successes_give_back_their_curves() -> None:
     validations = simulate_arm(np.random.default_rng(0), num_seeds=3)
     parameters = list_parameters(curves.fit_curves(validations))
     fitted_value = compute_negative_log_likelihood(parameters, validations)
@@ -75,9 +75,6 @@ def test_no_other_search_finds_a_larger_likelihood() -> None:
     )
     assert fitted_value <= search.fun + 1e-6
     assert parameters == pytest.approx(search.x, abs=1e-2)
-
-
-def test_expected_successes_give_back_their_curves() -> None:
     fit = curves.fit_curves(make_exact_arm([0.6, 0.7, 0.8]))
     assert (fit.start, fit.midpoint, fit.steepness) == pytest.approx((0.2, 30, 2), rel=1e-3)
     assert fit.ceilings == pytest.approx([0.6, 0.7, 0.8], rel=1e-3)
@@ -90,18 +87,13 @@ def test_covariance_is_the_inverse_of_the_curvature() -> None:
     fit = curves.fit_curves(validations)
     parameters, step = list_parameters(fit), 1e-3
     size = len(parameters)
-    hessian = np.empty((size, size))
+    hessian = np.zeros((size, size))
     for row in range(size):
         for column in range(size):
-            corners = [
-                signs[0]
-                * signs[1]
-                * compute_negative_log_likelihood(
-                    parameters + step * (signs[0] * np.eye(size)[row] + signs[1] * np.eye(size)[column]), validations
-                )
-                for signs in ((1, 1), (1, -1), (-1, 1), (-1, -1))
-            ]
-            hessian[row, column] = sum(corners) / (4 * step**2)
+            for first, second in ((1, 1), (1, -1), (-1, 1), (-1, -1)):
+                corner = parameters + step * (first * np.eye(size)[row] + second * np.eye(size)[column])
+                value = compute_negative_log_likelihood(corner, validations)
+                hessian[row, column] += first * second * value / (4 * step**2)
     assert fit.covariance @ hessian == pytest.approx(np.eye(size), abs=0.02)
 
 
@@ -235,7 +227,7 @@ def refuse(validations: Validations) -> str:
     return estimates.refusal
 
 
-def test_too_few_validations_are_refused() -> None:
+def test_too_few_validations_and_a_collapse_are_refused() -> None:
     validations = simulate_arm(np.random.default_rng(10), num_seeds=3, num_validations=5)
     assert curves.fit_curves(validations).refusal == ""
     successes = np.asarray(validations.successes, dtype=float)
@@ -245,9 +237,6 @@ def test_too_few_validations_are_refused() -> None:
     )
     assert refuse(validations._replace(costs=[0, 50, 50, 75, 100])).startswith("Too few validations: 3 of 3")
     assert refuse(Validations([0, 50], np.empty((0, 2)), 512)).startswith("Too few validations: 0 of 0")
-
-
-def test_a_collapse_is_refused() -> None:
     validations = simulate_arm(np.random.default_rng(11), num_seeds=3)
     successes = np.asarray(validations.successes, dtype=float)
     successes[2, -1] = 40
@@ -301,7 +290,7 @@ def test_flat_and_rising_arms_are_rarely_given_a_ceiling() -> None:
         assert sum(refusal == "" for refusal in refusals) <= 2
 
 
-def test_a_midpoint_before_the_first_cost_is_refused_alone() -> None:
+def test_a_midpoint_before_the_first_cost_is_refused_alone_and_refusals_of_both_arms_are_named() -> None:
     validations = simulate_arm(np.random.default_rng(15), midpoint=5)
     estimates = curves.estimate_curve(validations, np.random.default_rng(0), 30)
     assert estimates.refusal == "Midpoint not identified: half of the gain is reached before the first cost, 9.091."
@@ -311,9 +300,6 @@ def test_a_midpoint_before_the_first_cost_is_refused_alone() -> None:
     assert refusal == f"Baseline: {estimates.refusal}"
     assert difference.high < 0
     assert np.isnan(ratio[:3]).all()
-
-
-def test_refusals_of_both_arms_are_named() -> None:
     refused = make_estimates(math.nan, math.nan, refusal="No gain.")
     difference, ratio, refusal = curves.compare_curves(refused, refused)
     assert refusal == "Arm: No gain. Baseline: No gain."

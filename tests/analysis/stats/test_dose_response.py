@@ -10,14 +10,8 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from scipy import optimize, special, stats
 
-from analysis.stats.dose_response import (
-    DoseCounts,
-    bound_edge,
-    compute_log_likelihood,
-    count_events,
-    estimate_edge,
-    estimate_shift,
-)
+from analysis.stats import dose_response
+from analysis.stats.dose_response import DoseCounts, bound_edge, compute_log_likelihood, estimate_edge, estimate_shift
 from analysis.stats.estimates import Floats
 from tests.strategies.examples import draw_examples, thin_out
 
@@ -33,12 +27,6 @@ def make_counts(num_events: list[int] | tuple[int, ...], num_runs: int = 3, dose
 def mirror(counts: DoseCounts) -> DoseCounts:
     """The same runs with the doses from high to low, and with the event where there was none."""
     return DoseCounts(-counts.doses[::-1], (counts.num_runs - counts.num_events)[::-1], counts.num_runs[::-1])
-
-
-def test_runs_are_counted_at_their_doses() -> None:
-    counts = count_events([1e-3, 1e-4, 1e-3, 1e-2], [True, False, False, True])
-    assert_allclose(counts.doses, [-4, -3, -2])
-    assert (counts.num_events.tolist(), counts.num_runs.tolist()) == ([0, 1, 1], [1, 2, 1])
 
 
 @given(Counts, st.floats(-3, 3), st.floats(-2, 4))
@@ -95,13 +83,16 @@ def test_an_edge_mirrors_and_moves_with_its_doses(num_events: list[int]) -> None
     assert_allclose([mirrored.bracket_low, mirrored.bracket_high], [-result.bracket_high, -result.bracket_low])
 
 
-def test_a_known_edge_is_recovered() -> None:
+def test_runs_are_counted_at_their_doses_and_a_known_edge_is_recovered() -> None:
     generator, true_edge = np.random.default_rng(0), -2.9
     num_events = generator.binomial(200, special.expit(6 * (DOSES - true_edge)))
     edge = estimate_edge(make_counts(num_events.tolist(), 200)).edge
     assert edge.value == pytest.approx(true_edge, abs=0.03)
     assert edge.low < true_edge < edge.high < edge.low + 0.1
     assert edge.n == 1000
+    counts = dose_response.count_events([1e-3, 1e-4, 1e-3, 1e-2], [True, False, False, True])
+    assert_allclose(counts.doses, [-4, -3, -2])
+    assert (counts.num_events.tolist(), counts.num_runs.tolist()) == ([0, 1, 1], [1, 2, 1])
 
 
 def test_separated_runs_have_a_bracket_and_an_exact_interval() -> None:
@@ -115,16 +106,13 @@ def test_separated_runs_have_a_bracket_and_an_exact_interval() -> None:
     assert not estimate_edge(make_counts((3, 3, 0, 0, 0))).is_separated
 
 
-def test_no_event_and_events_everywhere_bound_the_edge_on_one_side() -> None:
+def test_no_event_and_events_everywhere_bound_the_edge_on_one_side_and_five_runs_not_at_all() -> None:
     none, everywhere = estimate_edge(make_counts((0,) * 5)), estimate_edge(make_counts((3,) * 5))
     assert none.refusal == "no event"
     assert everywhere.refusal == "an event in every run"
     assert (none.edge.low, everywhere.edge.high) == (DOSES[3], DOSES[1])
     assert np.isnan([none.edge.value, none.edge.high, everywhere.edge.value, everywhere.edge.low]).all()
     assert (none.bracket_low, everywhere.bracket_high) == (DOSES[4], DOSES[0])
-
-
-def test_five_runs_bound_no_edge() -> None:
     assert np.isnan(bound_edge(make_counts((0, 0, 0, 0, 1), num_runs=1))).all()
     assert np.isnan(estimate_edge(make_counts((0, 0, 0, 1, 1), num_runs=1)).edge[1:3]).all()
 
@@ -195,13 +183,7 @@ def test_equal_lines_have_no_shift_and_exchanged_lines_the_opposite() -> None:
     assert same.low == pytest.approx(-same.high, abs=2e-3)
 
 
-def test_a_shift_moves_with_the_doses_of_its_line() -> None:
-    counts = make_counts((0, 0, 1, 2, 3))
-    shift = estimate_shift(counts._replace(doses=counts.doses + 0.5), counts)
-    assert shift.value == pytest.approx(0.5, abs=1e-3)
-
-
-def test_the_bounds_of_a_shift_are_those_of_the_likelihood_ratio() -> None:
+def test_the_bounds_of_a_shift_are_those_of_the_likelihood_ratio_and_it_moves_with_its_doses() -> None:
     line, reference = make_counts((0, 0, 0, 1, 3)), make_counts((0, 0, 2, 3, 3))
     counts = DoseCounts(*(np.concatenate(fields) for fields in zip(line, reference, strict=True)))
     design = np.stack([np.ones(10), counts.doses, np.repeat([1.0, 0.0], 5)], axis=1)
@@ -220,6 +202,9 @@ def test_the_bounds_of_a_shift_are_those_of_the_likelihood_ratio() -> None:
     assert all(profile(shift.value + change) < maximum + 1e-6 for change in (-0.05, 0.05))
     for bound in (shift.low, shift.high):
         assert 2 * (maximum - profile(bound)) == pytest.approx(CRITICAL_VALUE, abs=0.01)
+    counts = make_counts((0, 0, 1, 2, 3))
+    shift = estimate_shift(counts._replace(doses=counts.doses + 0.5), counts)
+    assert shift.value == pytest.approx(0.5, abs=1e-3)
 
 
 @pytest.mark.long

@@ -52,11 +52,20 @@ def test_survival_equals_its_oracle(runs: list[tuple[int, bool]]) -> None:
     assert surviving == pytest.approx([oracles.survival(ends, has_event, int(step)) for step in steps])
 
 
-def test_survival_without_an_event_is_one_point() -> None:
+def test_what_has_no_event_has_one_point_and_no_difference_or_no_interval() -> None:
     for ends in ([], [5, 9]):
         steps, surviving = events.kaplan_meier(ends, [False] * len(ends))
         assert (list(steps), list(surviving)) == ([0.0], [1.0])
     assert math.isnan(events.restricted_mean([], [], 50))
+    sides = [EventTimes([50] * 8, [False] * 8)] * 2, [EventTimes([], [])] * 2
+    sides += ([EventTimes([20, 30], [True, is_event]) for is_event in (False, True)],)
+    estimate, empty, censored = (
+        events.compare_restricted_means(*runs, HORIZON, np.random.default_rng(0)) for runs in sides
+    )
+    # Without an event before the horizon, nothing is excluded.
+    assert (estimate.value, estimate.p, math.isnan(estimate.low)) == (0, 1, True)
+    assert empty == pytest.approx(Estimate(), nan_ok=True)
+    assert math.isnan(censored.value)
 
 
 @given(run_lists, st.integers(1, 15))
@@ -161,15 +170,3 @@ def test_censored_runs_are_compared_by_every_exchange_that_leaves_both_curves_kn
     assert estimate.p == np.mean(np.abs(np.array(differences)[is_known]) >= abs(differences[0]) - 1e-9)
     assert estimate.p < 1
     assert math.isnan(estimate.low)
-
-
-def test_what_has_no_difference_or_no_interval() -> None:
-    def compare_runs(arm: EventTimes, baseline: EventTimes) -> Estimate:
-        return events.compare_restricted_means(arm, baseline, HORIZON, np.random.default_rng(0))
-
-    runs = EventTimes([50] * 8, [False] * 8)  # without an event before the horizon, nothing is excluded
-    estimate = compare_runs(runs, runs)
-    assert (estimate.value, estimate.p, math.isnan(estimate.low)) == (0, 1, True)
-    assert compare_runs(EventTimes([], []), EventTimes([], [])) == pytest.approx(Estimate(), nan_ok=True)
-    censored = compare_runs(EventTimes([20, 30], [True, False]), EventTimes([20, 30], [True, True]))
-    assert math.isnan(censored.value)

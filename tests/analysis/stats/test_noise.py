@@ -39,9 +39,6 @@ tables = st.tuples(st.integers(2, 5), st.integers(2, 5)).flatmap(
 )
 
 
-# The pool
-
-
 @given(tables)
 @draw_examples(60)
 def test_a_pool_is_that_of_a_literal_fit(table: list[list[float]]) -> None:
@@ -52,7 +49,6 @@ def test_a_pool_is_that_of_a_literal_fit(table: list[list[float]]) -> None:
     pool = pool_residuals(y)
     if (residuals**2).sum() < 1e-12:
         return
-    assert pool is not None
     assert (pool.variance, pool.df) == pytest.approx(((residuals**2).sum() / df, df))
     for arm in range(num_arms):
         assert pool.prominence[arm] == pytest.approx(compute_prominence(y, arm), abs=1e-6)
@@ -103,27 +99,15 @@ def test_an_arm_without_a_second_run_shows_no_noise(table: list[list[float]], se
             assert beside.prominence == pytest.approx([*alone.prominence, 0.0], abs=1e-6)
 
 
-def test_equal_arms_leave_no_residual_and_recorded_runs_do_not_count_beside_two_seeds() -> None:
+def test_equal_arms_leave_no_residual_and_samples_are_pooled_by_degrees_of_freedom() -> None:
     noise = fit_noise(np.array([[0.1, 0.3, 0.7], [0.1, 0.3, 0.7], [0.2, 0.4, 0.8]]))
     assert noise.paired is None
     assert noise.unpaired is not None
     y = np.array([[0.80, 0.82, 0.81], [0.70, 0.71, 0.73]])
     assert str(fit_noise(y, RECORDED)) == str(fit_noise(y))
-
-
-def test_samples_are_pooled_by_their_degrees_of_freedom() -> None:
     pool = pool_samples([[1.0, 3.0, math.nan], [5.0, math.nan, math.nan], [2.0, 2.0, 5.0]])
-    assert pool is not None
     assert (pool.variance, pool.df) == pytest.approx(((2.0 + 6.0) / 3, 3.0))
     assert pool.prominence == pytest.approx([stats.f.cdf(2 / 3, 1, 2), 0.0, stats.f.cdf(3 / 2, 2, 1)])
-
-
-# Doubt
-
-
-def test_an_arm_is_doubted_by_degrees() -> None:
-    assert compute_doubt([0.0, 0.6, 0.775, 0.95, 1.0]) == pytest.approx([0, 0, 0.5, 1, 1])
-    assert compute_doubt(0.95, ARM_DOUBT) == pytest.approx(0.5)
 
 
 @given(st.floats(1e-6, 1), st.integers(2, 9), st.floats(1e-6, 1), st.integers(2, 60), st.floats(0, 1))
@@ -142,18 +126,16 @@ def test_a_blend_lies_between_the_pool_and_the_own_estimate(
 
 
 @pytest.mark.parametrize("noisy_arm", [0, 3])
-def test_a_noisy_arm_is_judged_by_its_own_runs(noisy_arm: int) -> None:
+def test_a_noisy_arm_is_doubted_by_degrees_and_judged_by_its_own_runs(noisy_arm: int) -> None:
     y = np.random.default_rng(0).normal(0.8, 0.01, (6, 5))
     y[noisy_arm] += [0.2, -0.2, 0.1, -0.1, 0.0]
     pool = fit_noise(y).paired
-    assert pool is not None
     assert compute_doubt(pool.prominence).tolist() == [float(arm == noisy_arm) for arm in range(6)]
     alone = mean_over_seeds(y[noisy_arm] - y[1])
     blended = estimate_pooled_mean(y[noisy_arm] - y[1], fit_noise(y).paired, 2.0, doubt=1.0)
     assert blended == pytest.approx(alone)
-
-
-# Contrasts
+    assert compute_doubt([0.0, 0.6, 0.775, 0.95, 1.0]) == pytest.approx([0, 0, 0.5, 1, 1])
+    assert compute_doubt(0.95, ARM_DOUBT) == pytest.approx(0.5)
 
 
 @given(st.lists(st.tuples(numbers, numbers), min_size=2, max_size=6))
@@ -168,16 +150,7 @@ def test_two_arms_are_the_paired_t_test(pairs: list[tuple[float, float]]) -> Non
     assert estimate_pooled_mean(differences, None, 2.0) == pytest.approx(expected, rel=1e-6)
 
 
-def test_runs_of_other_seeds_are_welchs_test_without_a_pool() -> None:
-    x, y = [1.0, 2.0, 4.0], [2.0, 5.0, 5.0, 9.0]
-    expected = welch_t_test(
-        Sample(float(np.mean(x)), float(np.std(x, ddof=1)), 3), Sample(float(np.mean(y)), float(np.std(y, ddof=1)), 4)
-    )
-    estimate = estimate_unpaired_difference(x, y, NO_NOISE)
-    assert estimate._replace(n=0) == pytest.approx(expected._replace(n=0), rel=1e-9)
-
-
-def test_one_seed_needs_recorded_replicates() -> None:
+def test_one_seed_needs_recorded_replicates_and_other_seeds_without_a_pool_are_welchs_test() -> None:
     y = np.array([[0.8], [0.7]])
     alone = estimate_pooled_mean(y[1] - y[0], fit_noise(y).paired, 2.0)
     assert alone.value == pytest.approx(-0.1)
@@ -189,6 +162,12 @@ def test_one_seed_needs_recorded_replicates() -> None:
     for baseline in ([0.8], [0.8, 0.81, 0.79, 0.80]):
         unpaired = estimate_unpaired_difference([0.7], baseline, noise)
         assert (unpaired.se, unpaired.df) == (pytest.approx(0.02 * math.sqrt(1 + 1 / len(baseline))), 19)
+    x, y = [1.0, 2.0, 4.0], [2.0, 5.0, 5.0, 9.0]
+    expected = welch_t_test(
+        Sample(float(np.mean(x)), float(np.std(x, ddof=1)), 3), Sample(float(np.mean(y)), float(np.std(y, ddof=1)), 4)
+    )
+    estimate = estimate_unpaired_difference(x, y, NO_NOISE)
+    assert estimate._replace(n=0) == pytest.approx(expected._replace(n=0), rel=1e-9)
 
 
 def test_no_interval_is_narrower_than_the_evaluation_allows() -> None:
@@ -203,9 +182,6 @@ def test_no_interval_is_narrower_than_the_evaluation_allows() -> None:
     assert estimate_unpaired_difference([0.1], [0.2], noise, min_variance=0.01**2).se == pytest.approx(
         0.01 * math.sqrt(2)
     )
-
-
-# Equivalence
 
 
 @given(st.floats(-0.2, 0.2), st.floats(0.001, 0.1), st.integers(1, 30))
@@ -264,9 +240,6 @@ def test_the_level_variance_is_that_of_drawn_levels() -> None:
     assert np.mean(totals) == pytest.approx(0.02**2 / 4 + 0.3**2 / 20 + 0.4**2 / 240, rel=0.01)
     # As if the levels of one class were independent, it would be a third of it.
     assert compute_level_variance(d, np.arange(60)) < 0.6 * compute_level_variance(d, np.repeat(np.arange(20), 3))
-
-
-def test_levels_that_do_not_differ_add_no_variance() -> None:
     assert compute_level_variance(np.full((3, 10), 0.2), np.arange(10)) == pytest.approx(0, abs=1e-30)
     assert compute_level_variance([[0.1, 0.1], [0.3, 0.3]], [0, 1]) == pytest.approx(0, abs=1e-30)
     assert compute_level_variance([[0.0, 1.0]], [0, 1]) == pytest.approx(0.25)  # one seed: 0.5 / 2

@@ -42,9 +42,6 @@ def equality() -> Looks:
     return look_after_every_seed(np.random.default_rng(7).normal(size=(STUDIES, MAX_SEEDS)))
 
 
-# Oracles.
-
-
 @given(t_statistics, st.integers(2, 40))
 @draw_examples(60)
 def test_e_value_is_the_mixture_of_noncentral_t_densities(t: float, n: int) -> None:
@@ -66,9 +63,6 @@ def test_p_of_an_estimate_is_that_of_the_mixture_martingale(values: list[int]) -
     martingale = math.sqrt(1 / (n + 1)) * (weighted_squares / (weighted_squares - total**2)) ** (n / 2)
     estimate = sequential.estimate_mean_sequentially(np.array(values) / 512)
     assert estimate.p == pytest.approx(min(1, 1 / martingale), rel=1e-6)
-
-
-# Identities.
 
 
 @given(difference_lists, st.integers(1, 6))
@@ -96,9 +90,6 @@ def test_fewest_seeds_that_can_reject(num_comparisons: int, expected: int) -> No
     assert math.isfinite(sequential.compute_critical_t(expected, num_comparisons=num_comparisons))
 
 
-# Error rates over all looks.
-
-
 def test_a_look_after_every_seed_keeps_the_error_rate(equality: Looks) -> None:
     e_values = sequential.compute_e_value(equality.t, SEED_COUNTS)
     assert 0.01 < np.mean((e_values >= 20).any(axis=1)) <= 0.05
@@ -122,9 +113,6 @@ def test_intervals_cover_at_all_looks_at_once() -> None:
     # A margin as large as the true mean: any statement of equivalence is wrong.
     is_equivalent = (looks.means - half_widths > -0.3) & (looks.means + half_widths < 0.3)
     assert np.mean(is_equivalent.any(axis=1)) <= 0.05
-
-
-# Properties.
 
 
 @given(t_statistics, t_statistics, st.integers(2, 100))
@@ -153,20 +141,15 @@ def test_estimate_is_that_of_the_t_test_with_a_wider_interval(values: list[int])
     assert several.p == estimate.p
 
 
-# Degenerate cases and golden numbers.
-
-
 @pytest.mark.parametrize(
     "differences",
     [
         [0.25] * 10,
         [-0.25] * 30,
         [0.0] * 10,
-        # All are 0.1 up to rounding.
+        # All are 0.1, 1e6 or 0 up to rounding.
         [0.8 - 0.7, 0.6 - 0.5, 0.3 - 0.2, 0.9 - 0.8, 0.4 - 0.3, 0.7 - 0.6],
-        # All are 1e6 up to rounding.
         [8e6 - 7e6, 1e7 * (0.6 - 0.5), 1e7 * (0.3 - 0.2), 1e7 * (0.9 - 0.8), 1e6, 1e6],
-        # All are 0 up to rounding.
         [0.1 + 0.2 - 0.3, 0.0, 0.7 + 0.1 - 0.8, 0.0, 0.0, 0.1 + 0.7 - 0.8],
     ],
 )
@@ -187,13 +170,20 @@ def test_too_few_seeds_leave_every_mean_possible(differences: list[float]) -> No
     assert math.isnan(estimate.value) == (not differences)
 
 
-def test_a_single_or_missing_difference_is_no_evidence_and_huge_evidence_no_overflow() -> None:
+def test_too_little_is_no_evidence_and_no_equivalence_and_huge_evidence_no_overflow() -> None:
     assert sequential.compute_e_value([NAN, INF, 3.0, 3.0], [1, 1, 1, 0]).tolist() == [1, 1, 1, 1]
     estimate = sequential.estimate_mean_sequentially([0.1, 0.2, NAN, 0.1, 0.3, 0.2])
     assert (estimate.p, math.isnan(estimate.low)) == (1, True)
     assert sequential.compute_e_value(1e6, 5000) == INF
     assert sequential.compute_e_value(1e200, 5) == pytest.approx(36)
     assert sequential.estimate_mean_sequentially(1e6 + np.arange(5000) % 2).p == 0
+    for values in ([0.1] * 8, [0.1], []):
+        estimate = sequential.estimate_mean_sequentially(values)
+        assert (estimate.p, sequential.compute_sequential_equivalence_p_value(estimate, 0.2)) == (1, 1)
+    spread = sequential.estimate_mean_sequentially([0.1, 0.2] * 4)
+    assert math.isnan(sequential.compute_sequential_equivalence_p_value(spread, math.nan))
+    # The baseline itself is no comparison.
+    assert math.isnan(sequential.compute_sequential_equivalence_p_value(Estimate(), 0.2))
 
 
 @given(difference_lists, st.floats(0.01, 2))
@@ -204,16 +194,6 @@ def test_equivalence_is_shown_exactly_if_the_interval_lies_within_the_margin(val
     is_inside = -margin < estimate.low and estimate.high < margin
     assert (p < 0.05) is is_inside or p == pytest.approx(0.05)
     assert sequential.compute_sequential_equivalence_p_value(estimate, abs(estimate.value)) == 1.0
-
-
-def test_equivalence_is_not_shown_without_a_spread_or_a_margin() -> None:
-    for values in ([0.1] * 8, [0.1], []):
-        estimate = sequential.estimate_mean_sequentially(values)
-        assert (estimate.p, sequential.compute_sequential_equivalence_p_value(estimate, 0.2)) == (1, 1)
-    spread = sequential.estimate_mean_sequentially([0.1, 0.2] * 4)
-    assert math.isnan(sequential.compute_sequential_equivalence_p_value(spread, math.nan))
-    # The baseline itself is no comparison.
-    assert math.isnan(sequential.compute_sequential_equivalence_p_value(Estimate(), 0.2))
 
 
 def test_a_mean_at_the_margin_is_rarely_called_equal_at_any_look(equality: Looks) -> None:

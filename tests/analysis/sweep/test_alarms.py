@@ -14,8 +14,9 @@ from analysis.stats.estimates import wilson_interval
 from analysis.sweep import alarms
 from analysis.sweep.symptoms import SYMPTOMS
 from tests.analysis.sweep.test_symptoms import write_collapse
+from trainable.config.sections import EarlyStopConfig
 from trainable.config.setting_types import ALARM_COLUMNS, BASELINE_STEPS, AlarmRule
-from trainable.runs.stop_rules import StopDecision, find_alarm
+from trainable.runs.stop_rules import History, StopDecision, detect_reward_variance_collapse, find_alarm
 
 
 def find_alarm_in_arrays(steps: list[int], values: list[float], rule: AlarmRule) -> StopDecision | None:
@@ -60,9 +61,6 @@ def test_an_alarm_is_the_first_streak_beyond_the_threshold(
 
 
 def test_the_rule_with_the_published_numbers_is_the_published_rule() -> None:
-    from trainable.config.sections import EarlyStopConfig
-    from trainable.runs.stop_rules import History, detect_reward_variance_collapse
-
     rule = AlarmRule("reward_std", 0.1, True, False, 10)
     for seed in range(20):
         values = np.maximum(np.linspace(3, -0.5 + 0.05 * seed, 60) * np.random.default_rng(seed).random(60), 0)
@@ -88,24 +86,17 @@ def test_every_symptom_can_be_watched_and_has_thresholds_in_its_direction() -> N
 
 def make_alarms(alarm_steps: dict[int, list[float]], healthy: int = 4) -> pd.DataFrame:
     """Alarms of rules in runs that collapse at step 30, then in `healthy` runs that do not."""
-    rows = [
-        {
-            "rule": alarms.list_rules()[rule].text,
-            "column": alarms.list_rules()[rule].column,
-            "run_id": f"run{index}",
-            "arm": "0",
-            "seed": index,
-            "is_collapse": index < len(steps) - healthy,
-            "end_step": 30 if index < len(steps) - healthy else 60,
-            "alarm_step": step,
-        }
-        for rule, steps in alarm_steps.items()
-        for index, step in enumerate(steps)
-    ]
-    return pd.DataFrame(rows)
+    rows = []
+    for number, steps in alarm_steps.items():
+        rule, num_collapsed = alarms.list_rules()[number], len(steps) - healthy
+        for seed, step in enumerate(steps):
+            is_collapse = seed < num_collapsed
+            rows.append((rule.text, rule.column, f"run{seed}", "0", seed, is_collapse, 30 if is_collapse else 60, step))
+    columns = ["rule", "column", "run_id", "arm", "seed", "is_collapse", "end_step", "alarm_step"]
+    return pd.DataFrame(rows, columns=columns)
 
 
-def test_scores_count_early_alarms_and_false_ones() -> None:
+def test_scores_count_early_and_false_alarms_and_the_chosen_rule_announces_most_and_is_rarely_wrong() -> None:
     nan = math.nan
     table = alarms.score_rules(make_alarms({3: [10, 20, 30, nan, 25, 12, 40, nan, nan, nan]}))
     (row,) = table.to_dict("records")
@@ -116,21 +107,12 @@ def test_scores_count_early_alarms_and_false_ones() -> None:
     interval = wilson_interval(4, 6)
     assert (row["detected_fraction_low"], row["detected_fraction_high"]) == (interval.low, interval.high)
     assert (row["false_fraction_low"], row["false_fraction_high"]) == wilson_interval(1, 4)[1:3]
-
-
-def test_the_chosen_rule_announces_most_among_those_that_are_rarely_wrong() -> None:
     rules = alarms.list_rules()
     spread_rules = [index for index, rule in enumerate(rules) if rule.column == "reward_std"][:4]
-    nan = math.nan
     noisy, good, slow, rare = spread_rules
-    table = make_alarms(
-        {
-            noisy: [5, 5, 5, 5, 40, nan, nan, nan],  # announces all, false in one of four
-            good: [20, 20, 20, nan, nan, nan, nan, nan],
-            slow: [28, 28, 28, nan, nan, nan, nan, nan],
-            rare: [5, nan, nan, nan, nan, nan, nan, nan],
-        }
-    )
+    # The first announces all and is false in one of four, the last announces one.
+    steps = {noisy: [5, 5, 5, 5, 40], good: [20, 20, 20, nan, nan], slow: [28, 28, 28, nan, nan], rare: [5, *[nan] * 4]}
+    table = make_alarms({rule: [*numbers, nan, nan, nan] for rule, numbers in steps.items()})
     assert alarms.choose_rules(table) == [rules[good].text]
     assert alarms.choose_rules(table[table["rule"] == rules[noisy].text]) == []
 

@@ -9,13 +9,7 @@ import pytest
 
 from analysis.data.frames import StudyFrames
 from analysis.data.load import read_study
-from analysis.sweep.collapse import (
-    HALVED_SUCCESS,
-    compute_survival,
-    count_collapses,
-    find_run_ends,
-    make_validations,
-)
+from analysis.sweep.collapse import HALVED_SUCCESS, compute_survival, count_collapses, find_run_ends, make_validations
 from analysis.sweep.findings import describe_collapses
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.runs.history import RunHistory
@@ -33,7 +27,7 @@ def frames(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
     return read_study(write_study(tmp_path_factory.mktemp("collapse"), runs, STUDY))
 
 
-def test_a_run_collapses_by_a_rule_or_by_its_success(frames: StudyFrames) -> None:
+def test_a_run_collapses_by_a_rule_or_by_its_success_as_its_files_tell(frames: StudyFrames) -> None:
     ends = find_run_ends(frames).set_index(["arm", "seed"])
     assert ends.index[ends["is_collapse"]].to_list() == [("0.1", 1), ("1", 0)]
     assert ends["cause"].to_list() == ["", "", "", "low_validation_success", HALVED_SUCCESS, ""]
@@ -41,9 +35,6 @@ def test_a_run_collapses_by_a_rule_or_by_its_success(frames: StudyFrames) -> Non
     is_low = curve["value"].to_numpy() < np.maximum.accumulate(curve["value"].to_numpy()) / 2
     first = int(np.flatnonzero(is_low[1:] & is_low[:-1])[0]) + 1
     assert ends["end_step"].to_list() == [60, 60, 60, 20, curve["step"].iloc[first], 3]
-
-
-def test_the_files_of_a_run_tell_the_same_collapse(frames: StudyFrames) -> None:
     for end in find_run_ends(frames).to_dict("records"):
         history = RunHistory.read(frames.folders[0] / "runs" / end["run_id"], 60)
         assert history.find_collapse() == (end["end_step"] if end["is_collapse"] else math.inf)
@@ -76,16 +67,13 @@ def test_only_scored_runs_are_counted_with_seeds_in_the_order_of_their_steps(
     assert (row["steps"], row["seeds"]) == ((20, 25, 25), (1, 0, 2))
 
 
-def test_a_study_without_steps_has_no_collapse(tmp_path: Path) -> None:
-    frames = read_study(write_study(tmp_path, [FakeRun("0", status="", steps=0)], STUDY))
-    assert find_run_ends(frames).empty
-    assert compute_survival(frames).empty
-    assert describe_collapses(count_collapses(frames)) == ""
-
-
-def test_many_arms_and_steps_are_counted() -> None:
+def test_many_arms_and_steps_are_counted_and_a_study_without_steps_has_no_collapse(tmp_path: Path) -> None:
     rows = [(str(index), 3, 2, (10.0 + index, 30.0 + index), (1, 2)) for index in range(20)]
     table = pd.DataFrame([*rows, ("99", 3, 0, (), ())], columns=["arm", "runs", "collapsed", "steps", "seeds"])
     assert describe_collapses(table) == (
         "40 of 63 runs collapsed, in 20 of 21 arms, at steps 10 to 49; no run of arm 99 collapsed."
     )
+    frames = read_study(write_study(tmp_path, [FakeRun("0", status="", steps=0)], STUDY))
+    assert find_run_ends(frames).empty
+    assert compute_survival(frames).empty
+    assert describe_collapses(count_collapses(frames)) == ""

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.charts.chart import make_spec
 from analysis.data.compare import estimate_evaluation_variances
 from analysis.data.frames import StudyFrames, cast_frame, make_empty_frame, to_records
 from analysis.data.load import load
@@ -28,6 +27,7 @@ from analysis.sweep.contrasts import (
 from analysis.sweep.tables import summarize_arms
 from sandboxes.update_rules.records import TRIAL_COLUMNS
 from search_spaces.catalog import FAMILIES
+from tests.analysis.charts.specs import read_layers
 from tests.fakes import run_folders as language_model
 from tests.fakes.run_folders import make_study_record
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
@@ -193,20 +193,14 @@ def test_every_run_that_a_pair_lacks_is_named(
         assert bool(row["excluded_runs"]) == (row["run_pairs_used"] < row["run_pairs"])
 
 
-def test_without_a_pair_that_every_seed_has_there_is_no_difference_over_the_same_pairs(tmp_path: Path) -> None:
-    runs = [run for run in FOUR_ARMS if (run.arm, run.seed) not in (("B", 1), ("D", 0))]
-    row = get_row(compute_contrasts(write_and_load(tmp_path, runs, ("up", [["A", "B"], ["C", "D"]]))), "up")
-    assert (row["run_pairs_used"], math.isnan(row["difference_same_pairs"])) == (4, True)
-
-
-def stop(run: FakeRun) -> FakeRun:
-    return replace(run, status="early_stopped", steps=107, stop=UNIFORM_STOP)
-
-
-def test_stopped_runs_are_counted_and_named(tmp_path: Path) -> None:
-    runs = [stop(run) if run.arm in "AB" else run for run in FOUR_ARMS]
+def test_stopped_runs_are_named_and_the_same_pairs_are_those_of_every_seed(tmp_path: Path) -> None:
+    stopped = {"status": "early_stopped", "steps": 107, "stop": UNIFORM_STOP}
+    runs = [replace(run, **stopped) if run.arm in "AB" else run for run in FOUR_ARMS]
     row = get_row(compute_contrasts(write_and_load(tmp_path, runs, ("up", [["A", "B"], ["C", "D"]]))), "up")
     assert row["num_early_stopped"] == row["early_stopped_runs"].count(" at step 107") == 6
+    runs = [run for run in FOUR_ARMS if (run.arm, run.seed) not in (("B", 1), ("D", 0))]
+    row = get_row(compute_contrasts(write_and_load(tmp_path / "few", runs, ("up", [["A", "B"], ["C", "D"]]))), "up")
+    assert (row["run_pairs_used"], math.isnan(row["difference_same_pairs"])) == (4, True)
 
 
 @pytest.mark.parametrize("num_seeds", [1, 2])
@@ -217,11 +211,8 @@ def test_two_seeds_have_an_interval_of_their_own_and_no_word_and_one_seed_has_no
     row = get_row(compute_contrasts(write_and_load(tmp_path, runs, ("up", [["A", "B"]]))), "up")
     assert row["difference"] == pytest.approx({1: 0.10, 2: 0.09}[num_seeds])
     assert (row["seeds"], row["verdict"], math.isnan(row["p_holm"])) == (num_seeds, "open", True)
-    if num_seeds == 2:
-        assert row["df"] == 1
-        assert row["difference_low"] < 0 < row["difference_high"]
-    else:
-        assert np.isnan([row["difference_low"], row["difference_high"], row["p"]]).all()
+    assert (row["difference_low"] < 0 < row["difference_high"]) == (row["df"] == 1) == (num_seeds == 2)
+    assert np.isnan([row["difference_low"], row["difference_high"], row["p"]]).all() == (num_seeds == 1)
 
 
 def test_the_contrasts_of_the_primary_outcome_are_one_family_and_all_others_another(tmp_path: Path) -> None:
@@ -343,22 +334,12 @@ def test_the_words_of_every_verdict(tmp_path: Path) -> None:
 
 def test_the_figure_shows_the_numbers_of_the_tables(tmp_path: Path) -> None:
     frames = write_and_load(tmp_path, FOUR_ARMS, ("up", [["A", "B"], ["C", "D"]]), ("none", [["A", "nobody"]]))
-    spec = make_spec(draw_figures(frames, ["contrasts"])["contrasts"])
-    marks = [(layer["mark"], spec["datasets"][layer["data"]["name"]]) for layer in spec["layer"]]
-    (zero, lines), (ring, rings), (rule, intervals), (point, points) = marks
-    assert (zero["type"], lines) == ("rule", [{"at": 0.0}])
-    table, pair_rows = compute_contrasts(frames), compute_pair_differences(frames)
-    row = get_row(table, "up")
-    assert (point["filled"], [entry["name"] for entry in points]) == (True, ["up", "none"])
-    assert points[0]["difference"] == pytest.approx(row["difference"])
-    assert (rule["type"], [entry["name"] for entry in intervals]) == ("rule", ["up"])
-    bounds = ("difference_low", "difference_high")
-    assert [intervals[0][name] for name in bounds] == pytest.approx([row[name] for name in bounds])
-    assert not ring.get("filled")
+    _, rings, intervals, points = read_layers(draw_figures(frames, ["contrasts"])["contrasts"])
+    row, pair_rows = get_row(compute_contrasts(frames), "up"), compute_pair_differences(frames)
+    numbers = [row[name] for name in ("difference", "difference_low", "difference_high")]
+    assert points.rows["name"].to_list() == ["up", "none"]
+    assert points.rows["difference"].iloc[0] == pytest.approx(numbers[0])
+    assert intervals.list("difference", "difference_low", "difference_high") == [pytest.approx(numbers)]
     expected = pair_rows[(pair_rows["column"] == ERROR) & (pair_rows["contrast"] == "up")]["difference"]
-    assert [entry["difference"] for entry in rings if entry["name"] == "up"] == pytest.approx(expected.to_list())
-    encodings = [layer["encoding"] for layer in spec["layer"][1:]]
-    assert {entry["x"]["axis"]["title"] for entry in encodings} == {f"{ERROR}, first minus second"}
-    assert [entry["x"]["field"] for entry in encodings] == ["difference", "difference_low", "difference"]
-    assert encodings[1]["x2"]["field"] == "difference_high"
-    assert all(entry["y"]["sort"] == ["up", "none"] for entry in encodings)
+    assert rings.rows.loc[rings.rows["name"] == "up", "difference"].to_list() == pytest.approx(expected.to_list())
+    assert points.encoding["x"]["axis"]["title"] == f"{ERROR}, first minus second"

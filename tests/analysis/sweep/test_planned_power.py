@@ -64,13 +64,7 @@ def test_more_seeds_resolve_less_and_more_arms_need_more() -> None:
     assert 0.39 < compute_resolved_ratio(2, 100) < 0.41
 
 
-def test_differences_are_in_units_of_the_noise() -> None:
-    recorded = float(np.std(ENTRY.values, ddof=1))
-    assert find_resolved_difference(make_study(), 5) == pytest.approx(recorded * compute_resolved_ratio(3, 5))
-    assert find_resolved_difference(make_study(), 5, 0.03) == pytest.approx(0.03 * compute_resolved_ratio(3, 5))
-
-
-def test_the_line_names_the_seeds_that_resolve_the_margin() -> None:
+def test_the_line_names_the_seeds_that_resolve_the_margin_in_units_of_the_noise() -> None:
     assert describe_power(make_study(num_seeds=1)) == (
         "Power: one seed is too few to call an arm better, worse or equal; to detect 0.05, type --seeds 5"
     )
@@ -84,6 +78,9 @@ def test_the_line_names_the_seeds_that_resolve_the_margin() -> None:
     )
     assert describe_power(make_study(num_seeds=5)).endswith("noise of recorded runs)")
     assert "; to detect 0.03, type --seeds" in describe_power(make_study(4, margins={"late_val_success": 0.03}))
+    recorded = float(np.std(ENTRY.values, ddof=1))
+    assert find_resolved_difference(make_study(), 5) == pytest.approx(recorded * compute_resolved_ratio(3, 5))
+    assert find_resolved_difference(make_study(), 5, 0.03) == pytest.approx(0.03 * compute_resolved_ratio(3, 5))
 
 
 @pytest.mark.parametrize("num_seeds", [3, 5])

@@ -24,23 +24,20 @@ def frames(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
     return read_study(write_study(tmp_path_factory.mktemp("series"), runs, STUDY))
 
 
-def test_a_curve_starts_before_training(frames: StudyFrames) -> None:
+def test_a_curve_starts_before_training_where_its_column_was_measured_then(frames: StudyFrames) -> None:
     table = series.make_curves(frames, "val_success")
     run = table[table["run_id"] == "arm0-seed0"]
     assert run["step"].to_list() == list(range(0, 61, 5))
     assert run["value"].iloc[0] == frames.trials.loc[0, "base_val_success"]
     assert run["value"].iloc[-1] == frames.trials.loc[0, "final_val_success"]
     assert table.drop_duplicates("run_id")["arm"].to_list() == ["0", "0", "0.1", "0.1"]
-
-
-def test_a_curve_of_another_column_has_its_steps_only_and_an_unknown_one_is_named(frames: StudyFrames) -> None:
     table = series.make_curves(frames, "reward_std")
     assert (table["step"].min(), len(table)) == (1, 60 * 3 + 20)
     with pytest.raises(ValueError, match="There is no step column `success`"):
         series.make_curves(frames, "success")
 
 
-def test_the_mean_curve_carries_a_stopped_run(frames: StudyFrames) -> None:
+def test_the_mean_curve_carries_a_stopped_run_and_one_run_has_none(frames: StudyFrames) -> None:
     table = series.make_curves(frames, "val_success")
     wide = table[table["arm"] == "0.1"].pivot_table(index="step", columns="seed", values="value")
     carried, uncarried = (
@@ -50,10 +47,6 @@ def test_the_mean_curve_carries_a_stopped_run(frames: StudyFrames) -> None:
     assert carried["value"].iloc[-1] == pytest.approx((wide[0].iloc[-1] + wide[1].dropna().iloc[-1]) / 2)
     assert uncarried["value"].iloc[-1] == pytest.approx(wide[0].iloc[-1])
     assert carried["value"].iloc[2] == pytest.approx(wide.iloc[2].mean())
-
-
-def test_one_run_has_no_mean_curve(frames: StudyFrames) -> None:
-    table = series.make_curves(frames, "val_success")
     assert series.compute_mean_curves(table[table["run_id"] == "arm0-seed0"]).empty
 
 
@@ -61,10 +54,7 @@ def test_equal_budget_is_the_smallest_that_a_completed_run_used(tmp_path: Path) 
     second_run = FakeRun("0.1", rows={})
     folder = write_study(tmp_path, [FakeRun("0"), second_run], STUDY)
     path = folder / "runs" / second_run.run_id / "metrics.jsonl"
-    rows = read_lines(path).records
-    for row in rows:
-        row["total_optimizer_steps"] = row["step"]
-    write_lines(path, rows)
+    write_lines(path, [{**row, "total_optimizer_steps": row["step"]} for row in read_lines(path).records])
     frames = read_study(folder)
     table = series.compare_at_equal_budget(frames)
     budget_rows = table[table["budget"] == "total_optimizer_steps"].set_index("arm")
@@ -90,21 +80,18 @@ def test_equal_budget_interpolates_and_carries(frames: StudyFrames) -> None:
     assert series._interpolate_success(frames, "arm0-seed0", "total_env_steps", 0) == curve[0]
 
 
-def test_equal_budget_without_a_completed_run_is_empty(tmp_path: Path) -> None:
+def test_without_a_completed_run_or_a_step_tables_are_empty(tmp_path: Path) -> None:
     runs = [FakeRun("0", status="early_stopped", steps=20, stop=STOP), FakeRun("0.1", status="failed", steps=5)]
     assert series.compare_at_equal_budget(read_study(write_study(tmp_path, runs, STUDY))).empty
-
-
-def write_two_studies(folder: Path) -> Path:
-    """Write a KL study and an entropy study whose zero arms have the same configuration."""
-    write_study(folder, [FakeRun("0"), FakeRun("0.1")], STUDY)
-    entropy = FakeStudy(name="entropy", run="entropy_sweep", setting="actor.entropy_coeff", levels=40)
-    write_study(folder, [FakeRun("0"), FakeRun("0.1")], entropy)
-    return folder
+    frames = read_study(write_study(tmp_path / "waiting", [FakeRun("0", status="", steps=0)], STUDY))
+    assert series.make_curves(frames, "val_success").empty
+    assert series.compute_mean_curves(series.make_curves(frames, "val_success")).empty
 
 
 def test_equal_configurations_that_completed_must_have_equal_rows(tmp_path: Path) -> None:
-    folder = write_two_studies(tmp_path / "two")
+    folder = tmp_path / "two"
+    for study in (STUDY, FakeStudy(name="entropy", run="entropy_sweep", setting="actor.entropy_coeff", levels=40)):
+        write_study(folder, [FakeRun("0"), FakeRun("0.1")], study)
     (pair,) = series.check_consistency(load(folder)).to_dict("records")
     assert (pair["a"], pair["b"], pair["seed"]) == ("entropy/arm0-seed0", "kl/arm0-seed0", 0)
     assert pair["agree"]
@@ -119,12 +106,6 @@ def test_equal_configurations_that_completed_must_have_equal_rows(tmp_path: Path
         tmp_path / "failed", [FakeRun("0", status="failed", steps=9)], FakeStudy(name="entropy", run="e", levels=40)
     )
     assert series.check_consistency(load(tmp_path / "failed")).empty
-
-
-def test_tables_of_a_study_without_a_step(tmp_path: Path) -> None:
-    frames = read_study(write_study(tmp_path, [FakeRun("0", status="", steps=0)], STUDY))
-    assert series.make_curves(frames, "val_success").empty
-    assert series.compute_mean_curves(series.make_curves(frames, "val_success")).empty
 
 
 def test_figures_say_what_their_numbers_come_to() -> None:

@@ -3,7 +3,6 @@
 import itertools
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,8 +12,8 @@ from scipy import stats
 from analysis.data.frames import StudyFrames
 from analysis.data.load import load
 from analysis.sweep import symptoms
-from tests.fakes.lines import change_records
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
+from trainable.files.json_lines import read_lines, write_lines
 
 STOP = ("reward_variance_collapse", 0.1, 0.3)
 STUDY = FakeStudy(levels=40)
@@ -40,12 +39,9 @@ def write_collapse(folder: Path, spread_starts: tuple[int, ...], success_start: 
             "train_success": make_ramp(success_start, success_start + 8, 0.5, 0.0, 40, 10 + run.seed),
             "entropy": make_ramp(success_start + 2, success_start + 10, 0.4, 2.0, 40, 20 + run.seed),
         }
-
-        def change(rows: list[dict[str, Any]], series: dict[str, list[float]] = series) -> None:
-            for index, row in enumerate(rows):
-                row.update({name: float(values[index]) for name, values in series.items()})
-
-        change_records(study_folder / "runs" / run.run_id / "metrics.jsonl", change)
+        columns = [dict(zip(series, map(float, values), strict=True)) for values in zip(*series.values(), strict=True)]
+        path = study_folder / "runs" / run.run_id / "metrics.jsonl"
+        write_lines(path, [row | column for row, column in zip(read_lines(path).records, columns, strict=True)])
     return study_folder
 
 
@@ -75,24 +71,13 @@ def test_onsets_are_those_of_the_ramps(onsets: pd.DataFrame) -> None:
 def test_a_change_for_the_better_is_no_symptom(tmp_path: Path) -> None:
     """Spread that rises and success that rises: neither has an onset."""
     folder = write_collapse(tmp_path, (10,))
-
-    def turn(rows: list[dict[str, Any]]) -> None:
-        for row in rows:
-            row.update(reward_std=-row["reward_std"], train_success=-row["train_success"])
-
-    change_records(folder / "runs" / "arm0-seed0" / "metrics.jsonl", turn)
+    path = folder / "runs" / "arm0-seed0" / "metrics.jsonl"
+    rows = read_lines(path).records
+    write_lines(path, [{**row, **{name: -row[name] for name in ("reward_std", "train_success")}} for row in rows])
     table = symptoms.find_collapse_onsets(load(folder), np.random.default_rng(0))
     table = table[table["is_collapse"]].set_index("symptom")
     assert table.loc[["reward_std", "train_success"], "onset"].isna().all()
     assert table.loc["entropy", "onset"] == 22
-
-
-def test_only_rows_up_to_the_collapse_count(frames: StudyFrames) -> None:
-    ends = symptoms.find_run_ends(frames)
-    ends = ends[ends["is_collapse"]].assign(end_step=15)
-    table = symptoms.find_onsets(frames, ends, np.random.default_rng(0))
-    assert table.loc[table["symptom"] == "train_success", "onset"].isna().all()  # it falls from step 20 on
-    assert (table.loc[table["symptom"] == "reward_std", "p"] <= symptoms.MAX_P).any()
 
 
 def test_the_first_symptom_is_one_whose_interval_ends_before_all_others_begin(onsets: pd.DataFrame) -> None:
@@ -159,9 +144,6 @@ def test_the_median_lead_equals_an_enumeration_of_signs() -> None:
     # With 7 values, the smallest and the largest enclose the median with probability 1 - 2 / 2^7.
     assert (estimate.low, estimate.high) == (-1.0, 7.0)
     assert 2 * stats.binom.cdf(0, 7, 0.5) < 0.05 < 2 * stats.binom.cdf(1, 7, 0.5)
-
-
-def test_few_or_equal_leads_have_no_interval_or_no_p() -> None:
     assert np.isnan(symptoms.estimate_median_lead([1.0] * 5)[1:3]).all()
     assert math.isnan(symptoms.estimate_median_lead([0.0] * 6).p)
     assert math.isnan(symptoms.estimate_median_lead([]).value)
@@ -180,7 +162,7 @@ def test_the_sentences_name_what_was_first(onsets: pd.DataFrame) -> None:
     assert symptoms.describe_order(onsets.iloc[:0]) == []
 
 
-def test_only_the_chosen_runs_count_as_collapsed(frames: StudyFrames) -> None:
+def test_only_the_chosen_runs_and_their_rows_up_to_the_collapse_count(frames: StudyFrames) -> None:
     onsets = symptoms.find_collapse_onsets(frames, np.random.default_rng(0), {"arm0-seed1", "arm0-seed2"})
     assert set(onsets.loc[onsets["is_collapse"], "run_id"]) == {"arm0-seed1", "arm0-seed2"}
     assert symptoms.describe_order(onsets)[0].startswith("In 2 of the 2 runs that collapsed,")
@@ -188,6 +170,11 @@ def test_only_the_chosen_runs_count_as_collapsed(frames: StudyFrames) -> None:
     assert symptoms.describe_order(one)[0].startswith("In the only run that collapsed, the interval of one onset ends")
     # Runs that stayed well are read as far as those that collapsed.
     assert set(onsets.loc[~onsets["is_collapse"], "end_step"]) == {40.0}
+    ends = symptoms.find_run_ends(frames)
+    ends = ends[ends["is_collapse"]].assign(end_step=15)
+    table = symptoms.find_onsets(frames, ends, np.random.default_rng(0))
+    assert table.loc[table["symptom"] == "train_success", "onset"].isna().all()  # it falls from step 20 on
+    assert (table.loc[table["symptom"] == "reward_std", "p"] <= symptoms.MAX_P).any()
 
 
 def test_a_short_run_has_no_order(tmp_path: Path) -> None:

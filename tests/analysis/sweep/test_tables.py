@@ -118,12 +118,20 @@ def test_the_last_validation_of_a_stopped_run_stands_for_those_that_it_missed(tm
     assert compare.estimate_evaluation_variances(frames) == {"0": pytest.approx(expected)}
 
 
-def test_p_values_count_all_compared_arms(three_seed_frames: StudyFrames) -> None:
+def test_p_values_count_all_compared_arms_and_all_secondary_outcomes(three_seed_frames: StudyFrames) -> None:
     summary = tables.summarize_arms(three_seed_frames)
     compared = summary[~summary["is_baseline"]]
     assert compared["p_holm"].to_list() == pytest.approx(holm_adjust(compared["p"]), nan_ok=True)
     assert compared["p"].notna().to_list() == [True, True, False]  # the last one has two runs left
     assert (compared["p_holm"] > compared["p"]).any()
+    (family,) = three_seed_frames.families
+    table = tables.compare_outcomes(three_seed_frames, family.secondary_columns).dropna(subset="difference")
+    columns = ["mean_val_success", "final_val_greedy_success"]
+    assert set(columns) <= set(table["column"])
+    assert table["arm"].to_list()[:3] == ["0.1", "1", "nofilter"]
+    assert table["p_holm"].to_list() == pytest.approx(holm_adjust(table["p"]), nan_ok=True)
+    mean = three_seed_frames.trials.pivot_table(index="seed", columns="arm", values="mean_val_success")
+    assert table["difference"].iloc[0] == pytest.approx((mean["0.1"] - mean["0"]).mean())
 
 
 @pytest.mark.parametrize("recorded", [(), RECORDED])
@@ -134,7 +142,6 @@ def test_what_a_report_calls_resolvable_is_what_the_plan_promised(
     runs = [FakeRun(arm, seed) for arm in ("0", "0.1", "1") for seed in range(4)]
     frames = make_frames(tmp_path, *runs)
     pool = compare.collect_outcomes(frames, "late_val_success").noise.paired
-    assert pool is not None
     deviation = np.std(recorded, ddof=1) if recorded else math.sqrt(pool.variance)
     row = get_row(frames, "1")
     assert row["detectable"] == pytest.approx(deviation * compute_resolved_ratio(3, 4))
@@ -142,9 +149,7 @@ def test_what_a_report_calls_resolvable_is_what_the_plan_promised(
         assert row["detectable"] == planned_power.find_resolved_difference(frames.studies[0], 4)
 
 
-def test_the_last_validation_of_a_stopped_run_is_what_counts(
-    six_arm_frames: StudyFrames, summary: pd.DataFrame
-) -> None:
+def test_the_last_validation_of_a_stopped_run_carries_on(six_arm_frames: StudyFrames, summary: pd.DataFrame) -> None:
     row = get_row(summary, "0.3")
     trial = six_arm_frames.trials.set_index("arm").loc["0.3"]
     # Validated at step 45 for the last time, it misses those at 50, 55 and 60.
@@ -155,11 +160,6 @@ def test_the_last_validation_of_a_stopped_run_is_what_counts(
     assert math.isnan(row["late_survivors"])
     assert (row["stopped_fraction"], row["stopped_high"]) == (1.0, 1.0)
     assert row["outcome"] == "stopped"
-
-
-def test_area_of_a_stopped_run_carries_its_last_value(six_arm_frames: StudyFrames, summary: pd.DataFrame) -> None:
-    row = get_row(summary, "0.3")
-    steps = six_arm_frames.steps[(six_arm_frames.steps["arm"] == "0.3") & six_arm_frames.steps["val_success"].notna()]
     x = [0, *steps["step"], 60]
     y = [row["base_val_success"], *steps["val_success"], steps["val_success"].iloc[-1]]
     assert row["mean_val_success"] == pytest.approx(np.trapezoid(y, x) / 60)
@@ -179,16 +179,7 @@ def test_gain_is_that_of_the_run_itself(summary: pd.DataFrame) -> None:
     assert "greedy success is unknown or has no interval" in findings.describe_learning(dict(row, arm="0"))[1]
 
 
-def test_gain_over_three_seeds_is_no_surer_than_its_runs(three_seed_frames: StudyFrames) -> None:
-    runs = three_seed_frames.trials[three_seed_frames.trials["arm"] == "0.1"]
-    row = get_row(three_seed_frames, "0.1")
-    gains = runs["late_val_success"] - runs["base_val_success"]
-    assert row["gain"] == pytest.approx(gains.mean())
-    assert row["gain_high"] - row["gain"] > 1.96 * gains.std(ddof=1) / math.sqrt(3)
-    assert row["gain_basis"] == "over 3 seeds, with the noise of all arms"
-
-
-def test_three_seeds_are_compared_with_the_noise_of_all_arms(three_seed_frames: StudyFrames) -> None:
+def test_three_seeds_and_their_gains_have_the_noise_of_all_arms(three_seed_frames: StudyFrames) -> None:
     late = three_seed_frames.trials[three_seed_frames.trials["status"] != "failed"].pivot_table(
         index="arm", columns="seed", values="late_val_success", sort=False
     )
@@ -200,6 +191,11 @@ def test_three_seeds_are_compared_with_the_noise_of_all_arms(three_seed_frames: 
     assert (row["difference"], row["difference_low"], row["difference_high"]) == pytest.approx(expected[:3])
     assert (row["p"], row["df"]) == pytest.approx((expected.p, expected.df))
     assert (row["basis"], row["seeds"]) == ("over 3 seeds, with the noise of all arms", 3)
+    runs = three_seed_frames.trials[three_seed_frames.trials["arm"] == "0.1"]
+    gains = runs["late_val_success"] - runs["base_val_success"]
+    assert row["gain"] == pytest.approx(gains.mean())
+    assert row["gain_high"] - row["gain"] > 1.96 * gains.std(ddof=1) / math.sqrt(3)
+    assert row["gain_basis"] == "over 3 seeds, with the noise of all arms"
 
 
 def test_a_failed_run_is_named_and_not_scored(three_seed_frames: StudyFrames) -> None:
@@ -229,42 +225,12 @@ def test_an_arm_that_lost_a_run_is_not_easier_to_call_worse(tmp_path: Path) -> N
     assert whole["difference_high"] < 0 < reduced["difference_high"]
 
 
-def test_secondary_outcomes_are_adjusted_together(three_seed_frames: StudyFrames) -> None:
-    (family,) = three_seed_frames.families
-    table = tables.compare_outcomes(three_seed_frames, family.secondary_columns).dropna(subset="difference")
-    columns = ["mean_val_success", "final_val_greedy_success"]
-    assert set(columns) <= set(table["column"])
-    assert table["arm"].to_list()[:3] == ["0.1", "1", "nofilter"]
-    assert table["p_holm"].to_list() == pytest.approx(holm_adjust(table["p"]), nan_ok=True)
-    mean = three_seed_frames.trials.pivot_table(index="seed", columns="arm", values="mean_val_success")
-    assert table["difference"].iloc[0] == pytest.approx((mean["0.1"] - mean["0"]).mean())
-
-
 def test_stops_have_their_own_rate(three_seed_frames: StudyFrames) -> None:
     row = get_row(three_seed_frames, "1")
     assert row["stopped_fraction"] == pytest.approx(1 / 3)
     assert row["late_stopped_as_zero"] < row["late_val_success"] < row["late_survivors"]
     assert (row["outcome"], row["difference"] < 0) == ("open", True)
     assert row["notes"].endswith("; low_validation_success stopped 1 of 3 runs (step 45: 0.002 < 0.01)")
-
-
-def test_outcomes_are_a_table_of_arms_and_seeds(three_seed_frames: StudyFrames) -> None:
-    outcomes = compare.collect_outcomes(three_seed_frames, "late_val_success")
-    assert outcomes.values.index.to_list() == ["0", "0.1", "1", "nofilter"]
-    assert outcomes.values.columns.to_list() == [0, 1, 2]
-    assert outcomes.values.isna().sum(axis=1).to_dict() == {"0": 0, "0.1": 0, "1": 0, "nofilter": 1}
-    assert outcomes.num_replicates == 0
-
-
-def test_without_levels_there_is_no_floor(tmp_path: Path) -> None:
-    runs = [FakeRun(arm, seed) for arm in ("0", "0.1") for seed in range(3)]
-    folder = write_study(tmp_path, runs, FakeStudy(levels=10))
-    for run in runs:
-        (folder / "runs" / run.run_id / "levels.jsonl").unlink()
-    frames = read_study(folder)
-    assert compare.estimate_evaluation_variances(frames) == {}
-    late = frames.trials.pivot_table(index="seed", columns="arm", values="late_val_success")
-    assert get_row(frames, "0.1")["p"] == pytest.approx(scipy_stats.ttest_rel(late["0.1"], late["0"]).pvalue)
 
 
 def test_a_run_stopped_before_its_first_validation_has_the_success_of_the_base_policy(tmp_path: Path) -> None:
@@ -278,9 +244,6 @@ def test_a_run_stopped_before_its_first_validation_has_the_success_of_the_base_p
     row = get_row(read_study(folder), "0.1")
     assert row["late_val_success"] == row["base_val_success"]
     assert row["gain"] == 0
-
-
-# Verdicts: a word for each case, and notes on what it leaves out.
 
 
 def make_arm(status: str, steps: int, **fields: Any) -> list[FakeRun]:
@@ -353,21 +316,24 @@ def test_the_outcome_follows_the_adjusted_p_values(
         assert verdicts.classify_outcome({**row, "equal_rows": True}) == "no effect"
 
 
-@pytest.fixture(scope="module")
-def resolved_summary(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
-    """Three seeds of five arms with large differences, and 500 levels."""
+def test_verdicts_are_about_settings_and_name_the_margin(tmp_path: Path) -> None:
     ends = {"0": 0.5, "0.1": 0.9, "0.3": 0.5, "1": 0.05, "nofilter": 0.47}
     runs = [FakeRun(arm, seed, success=(0.35, end)) for arm, end in ends.items() for seed in range(3)]
-    return tables.summarize_arms(make_frames(tmp_path_factory.mktemp("resolved"), *runs, levels=500))
-
-
-def test_verdicts_are_about_settings(resolved_summary: pd.DataFrame) -> None:
+    resolved_summary = tables.summarize_arms(make_frames(tmp_path, *runs, levels=500))
     better, worse = get_row(resolved_summary, "0.1"), get_row(resolved_summary, "1")
     assert (better["outcome"], worse["outcome"]) == ("better", "worse")
     assert (better["difference_low"] > 0, worse["difference_high"] < 0) == (True, True)
     # The baseline looks noisier than the others, with a doubt of 0.83: the noise of both arms counts as well.
     assert better["basis"] == "over 3 seeds, with the noise of these runs and of all arms"
     assert better["notes"] == worse["notes"] == ""
+    row = {**get_row(resolved_summary, "0.3"), "outcome": "equal", "p_equal_holm": 0.012}
+    assert verdicts.describe_verdict(row) == "within 0.05, Holm p 0.012"
+    assert verdicts.describe_verdict({**row, "outcome": "better"}) == "by less than 0.05, Holm p 0.012"
+    summary = resolved_summary.assign(outcome=["baseline", "better", "equal", "worse", "open"], margin=0.05)
+    assert findings.format_headline(summary) == (
+        "Compared with baseline 0 over 3 seeds, success at the end is higher for arm 0.1, lower for arm 1, equal "
+        "within 0.05 for arm 0.3 and not resolved (open) for arm nofilter."
+    )
 
 
 def test_the_basis_says_whose_noise_an_interval_has(tmp_path: Path) -> None:
@@ -378,20 +344,6 @@ def test_the_basis_says_whose_noise_an_interval_has(tmp_path: Path) -> None:
     assert get_row(summary, "1")["basis"] == "over 3 seeds, with the noise of these runs and of all arms"
     assert get_row(summary, "1")["gain_basis"] == "over 3 seeds, with the noise of these runs alone"
     assert get_row(summary, "0.1")["basis"] == "over 3 seeds, with the noise of all arms"
-
-
-def test_verdicts_of_equality_name_the_margin(resolved_summary: pd.DataFrame) -> None:
-    row = {**get_row(resolved_summary, "0.3"), "outcome": "equal", "p_equal_holm": 0.012}
-    assert verdicts.describe_verdict(row) == "within 0.05, Holm p 0.012"
-    assert verdicts.describe_verdict({**row, "outcome": "better"}) == "by less than 0.05, Holm p 0.012"
-
-
-def test_the_headline_answers_the_question(resolved_summary: pd.DataFrame) -> None:
-    summary = resolved_summary.assign(outcome=["baseline", "better", "equal", "worse", "open"], margin=0.05)
-    assert findings.format_headline(summary) == (
-        "Compared with baseline 0 over 3 seeds, success at the end is higher for arm 0.1, lower for arm 1, equal "
-        "within 0.05 for arm 0.3 and not resolved (open) for arm nofilter."
-    )
 
 
 def test_few_stopped_runs_condemn_no_setting(tmp_path: Path) -> None:
@@ -475,7 +427,7 @@ def test_a_single_equal_seed_of_several_is_no_copy(copied_frames: StudyFrames) -
     assert (row["outcome"], row["difference"]) == ("no effect", 0.0)
 
 
-def test_runs_without_late_validations_leave_out_the_interval_for_levels(tmp_path: Path) -> None:
+def test_without_late_validations_or_levels_an_interval_or_the_floor_is_left_out(tmp_path: Path) -> None:
     runs = [FakeRun(arm, seed) for arm in ("0", "0.1") for seed in range(3)]
     folder = write_study(tmp_path, runs, FakeStudy(levels=40))
     assert tables.summarize_arms(read_study(folder))["levels_low"].notna().sum() == 1
@@ -484,6 +436,12 @@ def test_runs_without_late_validations_leave_out_the_interval_for_levels(tmp_pat
     summary = tables.summarize_arms(read_study(folder))
     assert summary["levels_low"].isna().all()
     assert summary["difference_low"].notna().sum() == 1
+    for run in runs:
+        (folder / "runs" / run.run_id / "levels.jsonl").unlink()
+    frames = read_study(folder)
+    assert compare.estimate_evaluation_variances(frames) == {}
+    late = frames.trials.pivot_table(index="seed", columns="arm", values="late_val_success")
+    assert get_row(frames, "0.1")["p"] == pytest.approx(scipy_stats.ttest_rel(late["0.1"], late["0"]).pvalue)
 
 
 def test_the_interval_for_levels_adds_their_variance(three_seed_frames: StudyFrames) -> None:
@@ -549,22 +507,16 @@ def test_an_open_verdict_says_what_would_have_been_missed(tmp_path: Path) -> Non
     assert verdicts.describe_verdict(hopeless) == "any difference would probably be missed"
 
 
-def test_no_run_at_all(tmp_path: Path) -> None:
+def test_no_run_at_all_and_several_studies(tmp_path: Path, six_arm_frames: StudyFrames) -> None:
     frames = make_frames(tmp_path)
     assert tables.summarize_arms(frames).empty
     assert tables.make_dose_response(frames, tables.summarize_arms(frames)).empty
     assert tables.make_run_outcomes(frames).empty
     assert math.isnan(tables.compute_trend(frames, np.random.default_rng(0))[0].value)
-
-
-def test_several_studies_are_refused(six_arm_frames: StudyFrames) -> None:
     frames = six_arm_frames
     twice = StudyFrames(frames.trials, frames.steps, frames.levels, [*frames.studies, *frames.studies])
     with pytest.raises(ValueError, match=r"contain 2 studies \(.*\)\. Select one: frames\.select_study\(NAME\)"):
         tables.summarize_arms(twice)
-
-
-# The axis.
 
 
 @pytest.mark.parametrize(

@@ -95,11 +95,18 @@ def test_a_ceiling_above_that_of_the_baseline_is_resolved_with_five_seeds(tmp_pa
     assert adjusted == pytest.approx(holm_adjust(p_values), nan_ok=True)
 
 
-def test_one_seed_gives_curves_without_intervals(tmp_path: Path) -> None:
+def test_one_seed_gives_curves_without_intervals_also_where_a_cost_is_missing(tmp_path: Path) -> None:
     runs = [FakeRun("0", success=(0.3, 0.6)), FakeRun("0.1", success=(0.3, 0.7))]
-    table = summarize_curves(load(write_study(tmp_path, runs, FakeStudy(levels=200))), np.random.default_rng(0))
+    frames = load(write_study(tmp_path, runs, FakeStudy(levels=200)))
+    table = summarize_curves(frames, np.random.default_rng(0))
     assert table["ceiling"].between(0.4, 1).all()
     assert table[["ceiling_low", "p_ceiling", "midpoint_low"]].isna().all(axis=None)
+    steps = frames.steps.copy()
+    steps.loc[(steps["arm"] == "0") & (steps["step"] == 30), "total_sampled_tokens"] = np.nan
+    table = summarize_curves(replace(frames, steps=steps), np.random.default_rng(0)).set_index(["cost", "arm"])
+    ceilings = table["ceiling"]
+    assert ceilings["total_sampled_tokens", "0"] != ceilings["total_optimizer_steps", "0"]
+    assert ceilings.notna().all()
 
 
 def test_a_study_without_rows_has_neither_and_one_without_levels_no_curves(tmp_path: Path) -> None:
@@ -111,14 +118,3 @@ def test_a_study_without_rows_has_neither_and_one_without_levels_no_curves(tmp_p
     frames = replace(frames, levels=frames.levels.iloc[:0])
     assert summarize_curves(frames, np.random.default_rng(0)).empty
     assert collapse(frames)["0"]["collapsed"] == 2
-
-
-def test_a_validation_without_its_cost_is_left_out_of_the_curve(tmp_path: Path) -> None:
-    runs = [FakeRun(arm, success=(0.3, 0.7)) for arm in ("0", "0.1")]
-    frames = load(write_study(tmp_path, runs, FakeStudy(levels=200)))
-    steps = frames.steps.copy()
-    steps.loc[(steps["arm"] == "0") & (steps["step"] == 30), "total_sampled_tokens"] = np.nan
-    table = summarize_curves(replace(frames, steps=steps), np.random.default_rng(0)).set_index(["cost", "arm"])
-    ceilings = table["ceiling"]
-    assert ceilings["total_sampled_tokens", "0"] != ceilings["total_optimizer_steps", "0"]
-    assert ceilings.notna().all()

@@ -25,15 +25,16 @@ def get_weights(trainer: EnsembleTrainer, seed: int) -> torch.Tensor:
     return trainer.get_state(seed).tensors["adam/weights"]
 
 
-# Teachers.
-
-
-def test_the_sharp_teacher_has_the_published_divergence_from_a_uniform_student() -> None:
+def test_the_sharp_teacher_has_the_published_divergence_and_graded_weights_fall_on_the_circle() -> None:
     table = make_teacher_table(make_config(vocab_size=8))
     assert table.shape == (9, 9)
     torch.testing.assert_close(table.exp().sum(-1), torch.ones(9))
     assert float(table[2, 2].exp()) == pytest.approx(0.999)
     assert float(-table[2].mean() - math.log(9)) == pytest.approx(5.7915, abs=5e-5)
+    table = make_teacher_table(make_config(task="soft_reversal", vocab_size=5, special_token_weight=0.3))
+    weights = {j: math.exp(-min((j - 1) % 5, (1 - j) % 5)) * (1 + 0.001 * j) for j in range(5)} | {5: 0.3}
+    expected = torch.tensor([weights[j] / sum(weights.values()) for j in range(6)])
+    torch.testing.assert_close(table[1].exp(), expected)
 
 
 @pytest.mark.parametrize(("temperature", "mass", "has_separator"), [(1.0, 0.87274, False), (0.5, 0.96854, True)])
@@ -46,13 +47,6 @@ def test_the_graded_teachers_have_the_published_masses(temperature: float, mass:
     assert torch.equal(table[:8].argmax(-1), torch.arange(8))
 
 
-def test_graded_weights_fall_with_the_distance_on_the_circle() -> None:
-    table = make_teacher_table(make_config(task="soft_reversal", vocab_size=5, special_token_weight=0.3))
-    weights = {j: math.exp(-min((j - 1) % 5, (1 - j) % 5)) * (1 + 0.001 * j) for j in range(5)} | {5: 0.3}
-    expected = torch.tensor([weights[j] / sum(weights.values()) for j in range(6)])
-    torch.testing.assert_close(table[1].exp(), expected)
-
-
 def test_format_answer_has_a_teacher_for_its_answer_token() -> None:
     config = make_config(task="format_answer")
     algorithm = DistillationAlgorithm(config, (0,))
@@ -61,9 +55,6 @@ def test_format_answer_has_a_teacher_for_its_answer_token() -> None:
     assert config.num_actions == 6
     assert (labels[..., 0] == 5).all()
     assert torch.equal(batch.teacher_log_probs.argmax(-1), labels)
-
-
-# Rows and states.
 
 
 def test_rows_are_evaluations_before_the_step_and_one_at_the_end() -> None:
@@ -78,10 +69,12 @@ def test_rows_are_evaluations_before_the_step_and_one_at_the_end() -> None:
     assert set(last) == {"step", "test_error", "entropy", "greedy_separator_rate"}
 
 
-def test_a_support_of_all_tokens_trains_as_the_exact_loss() -> None:
+def test_a_support_of_all_tokens_trains_as_the_exact_loss_and_spare_positions_change_nothing() -> None:
     exact = run_ensemble(make_trainer(make_config(), (0,)))
     truncated = run_ensemble(make_trainer(make_config(method="OPDTopKReverseKL", top_k=9), (0,)))
     assert truncated[0][-1]["entropy"] == pytest.approx(exact[0][-1]["entropy"], abs=1e-5)
+    batches = [DistillationAlgorithm(make_config(max_seq_len=size), (0,)).sample(0) for size in (0, 12)]
+    assert torch.equal(batches[0].actions, batches[1].actions)
 
 
 @pytest.mark.parametrize("support", ["student", "teacher", "intersection"])
@@ -130,14 +123,6 @@ def test_measuring_the_variance_trains_nothing_and_scales_with_the_normalization
         assert "test_error" not in row
 
 
-def test_spare_positions_change_nothing_but_the_size_of_the_model() -> None:
-    batches = [DistillationAlgorithm(make_config(max_seq_len=size), (0,)).sample(0) for size in (0, 12)]
-    assert torch.equal(batches[0].actions, batches[1].actions)
-
-
-# The published students.
-
-
 def draw_published_weights(seed: int) -> dict[str, torch.Tensor]:
     """Initial weights as torch draws them after `torch.manual_seed(seed)`, in the order of the published model."""
     torch.manual_seed(seed)
@@ -145,13 +130,8 @@ def draw_published_weights(seed: int) -> dict[str, torch.Tensor]:
     layer = nn.TransformerEncoderLayer(64, 2, 256, dropout=0.0, batch_first=True, norm_first=True)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     norm, head = nn.LayerNorm(64), nn.Linear(64, 9, bias=False)
-    weights = {
-        "embedding.weight": embedding.weight,
-        "positions.weight": positions.weight,
-        "norm.weight": norm.weight,
-        "norm.bias": norm.bias,
-        "head.weight": head.weight,
-    }
+    parts = {"embedding": embedding, "positions": positions, "norm": norm, "head": head}
+    weights = {f"{part}.{name}": weight for part in parts for name, weight in parts[part].named_parameters()}
     return weights | {
         f"blocks.{index}.{name}": weight
         for index, block in enumerate(encoder.layers)

@@ -22,9 +22,6 @@ def make_config(steps: int = 4, test_freq: int = 2, **settings: Any) -> Pedagogy
     return PedagogyConfig(**{**SMALL, "trainer": {"total_training_steps": steps, "test_freq": test_freq}, **settings})
 
 
-# Formulas.
-
-
 @given(st.lists(st.floats(0, 20), min_size=1, max_size=6))
 def test_the_penalty_goes_from_the_mean_to_the_maximum(gaps: list[float]) -> None:
     tensor = torch.tensor(gaps, dtype=torch.float64)
@@ -34,7 +31,7 @@ def test_the_penalty_goes_from_the_mean_to_the_maximum(gaps: list[float]) -> Non
     assert all(low <= high + 1e-6 for low, high in itertools.pairwise(penalties))
 
 
-def test_learnability_is_one_for_what_the_student_would_write_and_falls_with_the_penalty() -> None:
+def test_learnability_falls_with_the_penalty_and_the_gate_is_half_open_at_gamma() -> None:
     log_probs = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.6, 0.3]]).log()[None, None]
     best, other = torch.tensor([[[0, 1]]]), torch.tensor([[[0, 2]]])
     assert float(losses.compute_surprise_gaps(log_probs, best).sum()) == 0
@@ -44,9 +41,6 @@ def test_learnability_is_one_for_what_the_student_would_write_and_falls_with_the
     assert float(penalty) == pytest.approx(math.log((1 + 2**5) / 2) / 5)
     assert float(losses.compute_learnability(penalty, 0.5)) == pytest.approx(((1 + 2**5) / 2) ** -0.1)
     assert float(losses.compute_learnability(torch.zeros(()), 0.5)) == 1
-
-
-def test_the_gate_is_half_open_at_gamma_and_has_no_gradient() -> None:
     log_probs = torch.tensor([-2.5, -0.1, -8.0], requires_grad=True)
     gate = losses.compute_gate(log_probs, 4.0, -2.5)
     assert not gate.requires_grad
@@ -73,9 +67,6 @@ def test_a_gate_is_normalized_per_completion(scale: float) -> None:
     assert loss.tolist() == pytest.approx(expected)
 
 
-# Task.
-
-
 def test_prompts_and_grades_are_those_of_the_task() -> None:
     task = Arithmetic(make_config())
     inputs = torch.tensor([[3, 4], [0, 2]])
@@ -83,18 +74,12 @@ def test_prompts_and_grades_are_those_of_the_task() -> None:
     assert task.make_student_prompts(inputs).tolist() == [[3, 4, 5], [0, 2, 5]]
     assert task.make_teacher_prompts(inputs).tolist() == [[3, 4, 6, 2, 5], [0, 2, 6, 2, 5]]
     assert task.grade(inputs, torch.tensor([[6, 5, 2], [2, 2, 1]])).tolist() == [1, 0]
-
-
-def test_all_tokens_of_a_longer_answer_must_be_right() -> None:
     config = make_config(content_vocab_size=11, answer_len=2)
     task, inputs = Arithmetic(config), torch.tensor([[9, 5]])
     assert task.make_answers(inputs).tolist() == [[3, 8]]
     assert config.max_positions == 9
     for actions, grade in (([1, 3, 8], 1), ([1, 3, 7], 0), ([3, 8, 8], 0)):
         assert task.grade(inputs, torch.tensor([actions])).tolist() == [grade]
-
-
-# Training.
 
 
 def test_teacher_and_student_start_equal_and_only_those_that_learn_change() -> None:

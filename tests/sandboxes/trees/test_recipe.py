@@ -14,7 +14,6 @@ from tests.sandboxes.trees.test_runs import make_trainer
 from trainable.algo.filters import compute_group_scores
 from trainable.envs.level_sets import make_demonstration_levels
 from trainable.envs.prompts import END_OF_MESSAGE
-from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import reshape_by_group
 from trainable.tiny.dialogues import Habits, Segment
 from trainable.tiny.tokenizer import UNKNOWN
@@ -81,13 +80,9 @@ def test_the_programs_of_a_root_score_as_they_should() -> None:
             assert session.give_answers(list(map(repr, lines))) == joined
 
 
-@pytest.fixture(scope="module")
-def trainer() -> PPOTrainer:
-    return make_trainer(env__max_turn=MAX_TURNS, env__group_size=16)
-
-
 @pytest.mark.long
-def test_the_shipped_policy_writes_blocks_and_its_rewards_vary(trainer: PPOTrainer) -> None:
+def test_the_shipped_policy_writes_blocks_and_its_rewards_vary() -> None:
+    trainer = make_trainer(env__max_turn=MAX_TURNS, env__group_size=16)
     episodes = trainer.roll_out(trainer.val_levels[:8], 16, "sampling")
     assert [episode.group for episode in episodes] == [group for group in range(8) for _ in range(16)]
     validity = [valid for episode in episodes for valid in episode.turn_validity]

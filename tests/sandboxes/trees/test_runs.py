@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from sandboxes.trees.player import TreePlayer
 from sandboxes.trees.recipe import PAPERS_TINY
 from sandboxes.trees.repl.char_f1 import compute_char_f1
 from sandboxes.trees.repl.texts import NO_BLOCK_PROBLEM
@@ -28,21 +27,10 @@ SETTINGS = {name.replace(".", "__"): value for name, value in PAPERS_TINY.settin
 
 
 def make_trainer(**overrides: object) -> PPOTrainer:
-    return PPOTrainer(
-        make_small_config(
-            **{
-                "env__name": "papers",
-                "env__max_turn": 3,
-                "env__group_size": 6,
-                "env__format_penalty": 0.0,
-                "env__test_env_groups": 0,
-                "model__path": "papers-tiny",
-                "rollout__response_length": PAPERS_TINY.response_length,
-                **SETTINGS,
-                **overrides,
-            }
-        )
-    )
+    game = {"name": "papers", "max_turn": 3, "group_size": 6, "format_penalty": 0.0, "test_env_groups": 0}
+    settings = {f"env__{name}": value for name, value in game.items()} | {"model__path": "papers-tiny"}
+    settings |= {"rollout__response_length": PAPERS_TINY.response_length, **SETTINGS, **overrides}
+    return PPOTrainer(make_small_config(**settings))
 
 
 def make_tree(score: float, group: int, children: Sequence[int] = (), seed: int = 0) -> Episode:
@@ -86,7 +74,6 @@ def test_the_gradient_of_a_step_is_the_weighted_sum_over_segments() -> None:
     weights = [weight for weight in trainer.model.parameters() if weight.requires_grad]
     expected = [torch.zeros_like(weight) for weight in weights]
     batch, targets = prepared.batch, prepared.targets
-    assert targets.loss_weights is not None
     for row in range(len(batch.lengths)):
         length = int(batch.lengths[row])
         tokens = batch.tokens[row : row + 1, :length]
@@ -170,7 +157,6 @@ def test_a_record_has_the_beginning_of_a_long_answer() -> None:
     )
     assert (whole.answer, whole.evidence) == (texts[0], texts[0])
     assert cut.answer == cut.evidence
-    assert cut.answer is not None
     assert cut.answer.endswith("x ... (2,001 characters)")
     assert len(cut.answer) == MAX_ANSWER_CHARS
 
@@ -207,15 +193,7 @@ def test_trees_that_a_step_trained_on_are_recorded_with_their_advantages(train_c
             assert advantages == [None] * len(child.turns)
 
 
-def test_children_that_are_not_trained_are_in_no_batch() -> None:
-    trainer = make_trainer(algorithm__train_children=False)
-    episodes = trainer.roll_out(trainer.val_levels[:4], 6, "sampling")
-    assert any(episode.children for episode in episodes)
-    prepared = trainer.prepare_batch(episodes, 4, 4, np.random.default_rng(0))
-    assert len(prepared.batch.lengths) == len(episodes)
-
-
-def test_log_probs_of_the_trainer_go_to_the_rollouts_they_are_of() -> None:
+def test_log_probs_go_to_the_rollouts_they_are_of_and_children_that_are_not_trained_to_no_batch() -> None:
     """An engine with weights of its own, such as vLLM, has all rollouts of the trees scored again by the trainer."""
     trainer = make_trainer()
     episodes = trainer.roll_out(trainer.val_levels[:4], 6, "sampling")
@@ -226,8 +204,12 @@ def test_log_probs_of_the_trainer_go_to_the_rollouts_they_are_of() -> None:
     for rollout, other in zip(rollouts, scored, strict=True):
         assert (other.tokens == rollout.tokens).all()
         np.testing.assert_allclose(other.logprobs[other.mask], rollout.logprobs[rollout.mask], atol=2e-4)
-        assert other.engine_logprobs is not None
         assert (other.engine_logprobs == rollout.logprobs).all()
+    trainer = make_trainer(algorithm__train_children=False)
+    episodes = trainer.roll_out(trainer.val_levels[:4], 6, "sampling")
+    assert any(episode.children for episode in episodes)
+    prepared = trainer.prepare_batch(episodes, 4, 4, np.random.default_rng(0))
+    assert len(prepared.batch.lengths) == len(episodes)
 
 
 @pytest.mark.long
@@ -245,17 +227,9 @@ def test_a_hub_model_of_another_architecture_plays_with_the_full_prompt(tmp_path
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 8192}))
     settings = {"env__env_groups": 1, "env__group_size": 2, "env__max_turn": 2, "env__val_env_groups": 2}
-    trainer = make_trainer(
-        model__path=str(folder),
-        model__prompt_style="full",
-        model__lora_rank=lora_rank,
-        rollout__max_model_len=8192,
-        rollout__response_length=24,
-        trainer__log_train_generations=1,
-        trainer__test_freq=1,
-        **settings,
-    )
-    output = trainer.step()
+    settings |= {"rollout__max_model_len": 8192, "rollout__response_length": 24}
+    settings |= {"trainer__log_train_generations": 1, "trainer__test_freq": 1, "model__lora_rank": lora_rank}
+    output = make_trainer(model__path=str(folder), model__prompt_style="full", **settings).step()
     # Random weights write no block; each reply is answered, and the answer asks for one.
     assert output.row["train_invalid_turns"] == 1
     assert output.row["optimizer_steps"] == 1
@@ -267,16 +241,12 @@ def test_a_hub_model_of_another_architecture_plays_with_the_full_prompt(tmp_path
     assert math.isfinite(output.row["actor_grad_norm"])
 
 
-def test_what_looks_like_a_marker_of_the_chat_format_is_hidden() -> None:
-    player = make_trainer().player
-    assert isinstance(player, TreePlayer)
-    assert {"<|im_start|>", "<|im_end|>", "<|endoftext|>"} <= set(player.texts.markers)
-
-
-def test_no_child_is_asked_where_none_may_be() -> None:
+def test_no_child_is_asked_where_none_may_be_and_markers_of_the_chat_format_are_hidden() -> None:
     row = make_trainer(env__papers__max_children=0).step().row
     assert row["train_children"] == 0
     assert row["batch_size"] == 12
+    player = make_trainer().player
+    assert {"<|im_start|>", "<|im_end|>", "<|endoftext|>"} <= set(player.texts.markers)
 
 
 @pytest.mark.parametrize(

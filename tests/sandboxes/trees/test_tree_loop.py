@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -149,15 +150,8 @@ def test_children_of_all_roots_are_one_batch_and_their_answers_values_in_the_cod
 
 
 def test_limits_are_errors_in_the_code() -> None:
-    code = "\n".join(
-        [
-            "for number in (5, 4, 3, 2, 2, 1):",
-            "    try:",
-            "        print(number, len(rlm_query_batched(['x'] * number)))",
-            "    except ValueError as error:",
-            "        print(error)",
-        ]
-    )
+    code = "for number in (5, 4, 3, 2, 2, 1):\n    try:\n        print(number, len(rlm_query_batched(['x'] * number)))"
+    code += "\n    except ValueError as error:\n        print(error)"
     replies = {False: run_code(code), True: run_code("rlm_query('y')")}
     ((tree,), _) = play(lambda history, draw: replies[is_child(history)], limits=TreeLimits(turns=2))
     assert tree.observations[0].splitlines() == [
@@ -193,9 +187,7 @@ def test_conversations_stay_within_the_context() -> None:
     assert len(tree.transcript.make_arrays()["tokens"]) <= 420
 
     def ask(history: str, draw: float) -> str:
-        code = (
-            "try:\n    rlm_query('x' * 300)\nexcept ValueError as error:\n    print(error)\nprint(rlm_query('short'))"
-        )
+        code = try_query("'x' * 300") + "\nprint(rlm_query('short'))"
         return run_code("FINAL('done')") if is_child(history) else run_code(code)
 
     ((tree,), _) = play(ask, context_length=480, limits=TreeLimits(turns=1))
@@ -203,24 +195,18 @@ def test_conversations_stay_within_the_context() -> None:
     assert [child.prompt for child in tree.children] == ["short"]
 
 
-class CountingCodec:
-    """Encodes as the others do, and keeps the lengths of the texts."""
+def play_counting(code: str) -> tuple[Rollout, int]:
+    """Play a root of one turn, and return the length of the longest text that was encoded."""
+    lengths: list[int] = []
 
-    def __init__(self) -> None:
-        self.lengths: list[int] = []
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        self.lengths += map(len, texts)
+    def encode_and_count(texts: Sequence[str]) -> list[list[int]]:
+        lengths.extend(map(len, texts))
         return encode(texts)
 
-    def play(self, code: str) -> Rollout:
-        texts = TEXTS._replace(codec=Codec(self.encode, decode, decode_all))
-        policy = lambda history, draw: run_code("FINAL('done')" if is_child(history) else code)  # noqa: E731
-        settings = TreeSettings(TreeLimits(turns=1), ReplLimits(seconds=20), 1_000)
-        (tree,) = roll_out_trees(
-            [QUESTION], 1, TextSampler(policy), texts, settings, PARAMS, [np.random.default_rng(0)]
-        )
-        return tree
+    texts = TEXTS._replace(codec=Codec(encode_and_count, decode, decode_all))
+    policy = lambda history, draw: run_code("FINAL('done')" if is_child(history) else code)  # noqa: E731
+    ((tree,), _) = play(policy, limits=TreeLimits(turns=1), context_length=1_000, texts=texts)
+    return tree, max(lengths)
 
 
 def try_query(arguments: str) -> str:
@@ -232,17 +218,14 @@ def try_query(arguments: str) -> str:
     ["'ab ' * 300_000", "'x', {'ab ' * 300_000: 'text'}", "'x', {f'name {number}': '' for number in range(20_000)}"],
 )
 def test_a_long_question_is_refused_unread(arguments: str) -> None:
-    codec = CountingCodec()
-    tree = codec.play(f"{try_query(arguments)}\n{try_query(repr('short'))}")
+    tree, longest = play_counting(f"{try_query(arguments)}\n{try_query(repr('short'))}")
     assert tree.observations == ["a question and its reply may have at most 1000 tokens\ndone"]
-    assert max(codec.lengths) <= CHARS_PER_TOKEN * 1_000
+    assert longest <= CHARS_PER_TOKEN * 1_000
 
 
 def test_texts_of_a_context_are_no_question() -> None:
-    codec = CountingCodec()
-    tree = codec.play(try_query("'x', {'a': 'ab ' * 300_000}"))
-    assert tree.observations == ["done"]
-    assert max(codec.lengths) < 1_000
+    tree, longest = play_counting(try_query("'x', {'a': 'ab ' * 300_000}"))
+    assert (tree.observations, longest < 1_000) == (["done"], True)
 
 
 def test_a_reply_that_was_cut_gets_its_end_marker() -> None:
@@ -302,11 +285,7 @@ def test_all_processes_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(processes) > 4
     assert all(process._process is None for process in processes)
     processes.clear()
-
-    def fail(history: str, draw: float) -> str:
-        raise RuntimeError("the engine has ended")
-
     with pytest.raises(RuntimeError, match="the engine has ended"):
-        play(fail, group_size=4)
+        play(Mock(side_effect=RuntimeError("the engine has ended")), group_size=4)
     assert len(processes) == 4
     assert all(process._process is None for process in processes)

@@ -24,9 +24,6 @@ def make_config(steps: int = 4, test_freq: int = 2, **settings: Any) -> VectorRe
     )
 
 
-# Fronts.
-
-
 def dominates(first: Tensor, second: Tensor) -> bool:
     return bool((first >= second).all() and (first > second).any())
 
@@ -39,13 +36,10 @@ def test_so_many_actions_are_dominated_by_no_other(task: str, size: int) -> None
     assert ((rewards >= 0) & (rewards <= 1)).all()
 
 
-def test_every_action_of_the_large_front_is_the_best_for_some_weights() -> None:
+def test_every_action_of_the_large_front_alone_is_the_best_for_some_weights() -> None:
     rewards = fronts.make_front("pareto_large").rewards
     best = (rewards.double() @ fronts.make_simplex_points(4).T).argmax(0)
     assert set(best.tolist()) == set(range(20))
-
-
-def test_different_actions_are_the_best_at_the_deployment_weights_of_the_large_front_alone() -> None:
     for task, count in (("pareto_front", 1), ("pareto_large", 5)):
         front = fronts.make_front(task)
         best_scores = (front.rewards @ front.deployment_weights.T).amax(0)
@@ -55,16 +49,18 @@ def test_different_actions_are_the_best_at_the_deployment_weights_of_the_large_f
         assert bool(reaches) == (count == 1)
 
 
-def test_prompts_roll_the_actions_and_odd_ones_reverse_the_objectives() -> None:
+def test_prompts_roll_the_actions_of_the_front_whose_best_sets_are_the_derived_ones() -> None:
     front = fronts.make_front("pareto_front")
     rewards = fronts.make_prompt_rewards(front, 9)
     assert torch.equal(rewards[2, 3], front.rewards[1])
     assert torch.equal(rewards[1, 1], front.rewards[0].flip(0))
     assert torch.equal(rewards[7, 0], front.rewards[0].flip(0))
     assert torch.equal(rewards[8, 1], front.rewards[0])
-
-
-# Values of sets.
+    rewards = fronts.make_front("pareto_front").rewards
+    for size, value, actions in ((1, 0.6, [2]), (2, 0.75, [0, 4]), (3, 0.76, [0, 2, 4])):
+        assert fronts.compute_best_score(rewards, size) == pytest.approx(value, abs=1e-5)
+        assert fronts.compute_best_score(rewards[actions], size) == pytest.approx(value, abs=1e-5)
+    assert math.isnan(fronts.compute_best_score(fronts.make_front("pareto_large").rewards, 7))
 
 
 @pytest.mark.parametrize("actions", list(itertools.combinations(range(7), 2))[::4])
@@ -87,14 +83,6 @@ def test_the_points_have_the_moments_of_the_simplex(dimensions: int) -> None:
     assert (points[:, 0] * points[:, 1]).mean() == pytest.approx(1 / (dimensions * (dimensions + 1)), rel=0.01)
 
 
-def test_the_best_sets_of_the_published_front_are_the_derived_ones() -> None:
-    rewards = fronts.make_front("pareto_front").rewards
-    for size, value, actions in ((1, 0.6, [2]), (2, 0.75, [0, 4]), (3, 0.76, [0, 2, 4])):
-        assert fronts.compute_best_score(rewards, size) == pytest.approx(value, abs=1e-5)
-        assert fronts.compute_best_score(rewards[actions], size) == pytest.approx(value, abs=1e-5)
-    assert math.isnan(fronts.compute_best_score(fronts.make_front("pareto_large").rewards, 7))
-
-
 @given(st.integers(0, 30), st.integers(1, 3))
 def test_the_exact_score_of_a_policy_is_the_sum_over_its_sets(seed: int, slots: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -107,9 +95,6 @@ def test_the_exact_score_of_a_policy_is_the_sum_over_its_sets(seed: int, slots: 
         for actions in itertools.product(range(7), repeat=slots)
     )
     assert float(fronts.compute_simplex_scores(probabilities, rewards)) == pytest.approx(expected, abs=1e-9)
-
-
-# Scores.
 
 
 @given(st.integers(0, 30))
@@ -139,9 +124,6 @@ def test_the_sets_of_a_group_are_scored_with_the_same_weights_which_are_on_the_s
     assert torch.equal(batch.set_scores, expected)
 
 
-# Training.
-
-
 @pytest.mark.parametrize("task", ["pareto_front", "pareto_large"])
 def test_an_evaluation_is_that_of_loops_over_the_sampled_sets(task: str) -> None:
     config = make_config(task=task, num_prompts=3, eval_sets=4, num_candidates=3)
@@ -155,11 +137,9 @@ def test_an_evaluation_is_that_of_loops_over_the_sampled_sets(task: str) -> None
             # In the order in which they were drawn: all candidates of the first set, then those of the second.
             pool: list[list[float]] = []
             for drawn_set in uniforms[member, prompt]:
-                candidates = []
-                for slot, number in enumerate(drawn_set):
-                    cumulative = log_probs[member, prompt, slot].exp().cumsum(0)
-                    action = int((cumulative < number).sum())
-                    candidates.append(algorithm.rewards[prompt, action].tolist())
+                cumulative = log_probs[member, prompt].exp().cumsum(-1)
+                actions = [int((sums < number).sum()) for sums, number in zip(cumulative, drawn_set, strict=True)]
+                candidates = [algorithm.rewards[prompt, action].tolist() for action in actions]
                 pool += candidates
                 pairs = list(itertools.combinations(candidates, 2))
                 diversities.append(sum(sum(map(abs, map(float.__sub__, a, b))) for a, b in pairs))

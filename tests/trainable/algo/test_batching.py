@@ -39,13 +39,10 @@ def test_pieces_of_the_order_hold_whole_groups_in_the_order_of_their_tokens(
     assert [ids[rows[0]] for rows in mini_batches] == order_length_stratified(tokens).tolist()
 
 
-def test_groups_of_one_are_in_the_order_of_their_lengths() -> None:
+def test_groups_of_one_and_equal_lengths_keep_their_order() -> None:
     lengths = torch.tensor([50, 10, 40, 20, 30])
     assert order_by_group(lengths, torch.arange(5)).tolist() == order_length_stratified(lengths).tolist()
-
-
-def test_equal_lengths_keep_their_order_in_a_large_batch() -> None:
-    """The order of an unstable sort differs only for more than sixteen numbers."""
+    # The order of an unstable sort differs only for more than sixteen numbers.
     assert order_length_stratified(torch.full((64,), 7)).tolist() == [*range(0, 64, 2), *range(63, 0, -2)]
 
 
@@ -64,10 +61,8 @@ def test_passes_hold_every_sequence_once_and_no_more_tokens_than_asked(lengths: 
 @examples
 @given(st.lists(st.integers(1, 30), max_size=20), st.integers(1, 60))
 def test_padded_micro_batches_stay_within_the_token_bound(lengths: list[int], max_tokens: int) -> None:
-    micro_batches = [
-        rows.tolist()
-        for rows in split_by_tokens(torch.tensor(lengths, dtype=torch.long), max_tokens, needs_padding=True)
-    ]
+    passes = split_by_tokens(torch.tensor(lengths, dtype=torch.long), max_tokens, needs_padding=True)
+    micro_batches = [rows.tolist() for rows in passes]
     assert sorted(i for rows in micro_batches for i in rows) == list(range(len(lengths)))
     shapes = [(len(rows), lengths[rows[-1]]) for rows in micro_batches]
     assert all(rows * longest <= max_tokens or rows == 1 for rows, longest in shapes)

@@ -11,9 +11,8 @@ from trainable.algo.gradient_signal import assign_fixed_buckets, assign_quantile
     [(128, 6, [21, 21, 21, 21, 21, 23]), (7, 6, [1, 1, 1, 1, 1, 2]), (4, 6, [1, 1, 1, 1]), (1, 6, [1]), (0, 6, [])],
 )
 def test_published_sizes(groups: int, buckets: int, sizes: list[int]) -> None:
-    assigned = assign_quantile_buckets(
-        torch.randperm(groups, generator=torch.Generator().manual_seed(0)).float(), buckets
-    )
+    scores = torch.randperm(groups, generator=torch.Generator().manual_seed(0)).float()
+    assigned = assign_quantile_buckets(scores, buckets)
     assert torch.bincount(assigned).tolist() == sizes
 
 

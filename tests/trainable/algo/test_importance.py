@@ -28,9 +28,7 @@ def test_weights_are_their_formulas(
     weights, is_clipped = compute_importance_weights(trainer, engine, mask.bool(), *correction)
     cap, floor, is_sequence, is_mask = correction
     for number, row in enumerate(rows):
-        differences = [
-            trainer_logprob - engine_logprob if sampled else 0.0 for trainer_logprob, engine_logprob, sampled in row
-        ]
+        differences = [one - other if sampled else 0.0 for one, other, sampled in row]
         if is_sequence:
             differences = [math.fsum(differences)] * len(row)
         for position, difference in enumerate(differences):
@@ -64,9 +62,8 @@ def test_weights_carry_no_gradient_and_never_overflow() -> None:
     trainer = torch.tensor([[-1.0, -1.0], [-2.0, -1.0]], requires_grad=True)
     engine = torch.tensor([[-1.0, -300.0], [-1.0, -1.0]])
     for is_sequence in (False, True):
-        weights, _ = compute_importance_weights(
-            trainer, engine, torch.ones(2, 2, dtype=torch.bool), 2.0, is_sequence=is_sequence
-        )
+        mask = torch.ones(2, 2, dtype=torch.bool)
+        weights, _ = compute_importance_weights(trainer, engine, mask, 2.0, is_sequence=is_sequence)
         assert not weights.requires_grad
         assert torch.isfinite(weights).all()
         assert weights.dtype == trainer.dtype

@@ -38,40 +38,31 @@ def test_policy_loss_equals_the_formula(tokens: list[tuple[float, float, float]]
     torch.testing.assert_close(compute_policy_loss(logprobs, old_logprobs, advantages), expected)
 
 
-# ratio, advantage, loss, clipped, clipped_lower
+# ratio, advantage, loss, clipped, clipped_lower, gradient
 BY_HAND = [
-    (1.0, 2.0, -2.0, False, False),
-    (1.1, 2.0, -2.2, False, False),
-    (1.5, 2.0, -2.56, True, False),  # stops at 1.28
-    (0.5, 2.0, -1.0, False, False),  # a good token that became rare keeps its full gradient
-    (0.5, -2.0, 1.6, True, False),  # stops at 0.8
-    (1.5, -2.0, 3.0, False, False),
-    (4.0, -2.0, 6.0, False, True),  # dual clip at 3 |A|
-    (4.0, 0.0, 0.0, False, False),
+    (1.0, 2.0, -2.0, False, False, -2.0),
+    (1.1, 2.0, -2.2, False, False, -2.2),
+    (1.5, 2.0, -2.56, True, False, 0.0),  # stops at 1.28
+    (0.5, 2.0, -1.0, False, False, -1.0),  # a good token that became rare keeps its full gradient
+    (0.5, -2.0, 1.6, True, False, 0.0),  # stops at 0.8
+    (1.5, -2.0, 3.0, False, False, 3.0),
+    (4.0, -2.0, 6.0, False, True, 0.0),  # dual clip at 3 |A|
+    (4.0, 0.0, 0.0, False, False, 0.0),
 ]
 
 
-@pytest.mark.parametrize(("ratio", "advantage", "loss", "clipped", "clipped_lower"), BY_HAND)
-def test_policy_loss_by_hand(ratio: float, advantage: float, loss: float, clipped: bool, clipped_lower: bool) -> None:
-    result = ppo_clip_loss(torch.tensor([math.log(ratio)]), torch.zeros(1), torch.tensor([advantage]), 0.2, 0.28, 3.0)
+@pytest.mark.parametrize(("ratio", "advantage", "loss", "clipped", "clipped_lower", "slope"), BY_HAND)
+def test_policy_loss_by_hand(
+    ratio: float, advantage: float, loss: float, clipped: bool, clipped_lower: bool, slope: float
+) -> None:
+    logprobs = torch.tensor([math.log(ratio)], requires_grad=True)
+    result = ppo_clip_loss(logprobs, torch.zeros(1), torch.tensor([advantage]), 0.2, 0.28, 3.0)
     assert result.loss.item() == pytest.approx(loss, rel=1e-6)
     assert result.ratio.item() == pytest.approx(ratio, rel=1e-6)
     assert result.clipped.tolist() == [clipped]
     assert result.clipped_lower.tolist() == [clipped_lower]
-
-
-@pytest.mark.parametrize(("ratio", "advantage", "slope"), [(1.5, 2.0, 0.0), (0.5, -2.0, 0.0), (4.0, -2.0, 0.0)])
-def test_clipped_tokens_have_no_gradient(ratio: float, advantage: float, slope: float) -> None:
-    logprobs = torch.tensor([math.log(ratio)], requires_grad=True)
-    loss = compute_policy_loss(logprobs, torch.zeros(1), torch.tensor([advantage]))
-    assert compute_gradient(loss.sum(), logprobs).tolist() == [slope]
-
-
-def test_at_ratio_one_the_gradient_is_that_of_reinforce() -> None:
-    logprobs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
-    advantages = torch.tensor([3.0, -0.5, 0.0])
-    gradient = compute_gradient(compute_policy_loss(logprobs, logprobs.detach(), advantages).sum(), logprobs)
-    torch.testing.assert_close(gradient, -advantages)
+    assert not result.ratio.requires_grad
+    assert compute_gradient(result.loss.sum(), logprobs).item() == pytest.approx(slope)
 
 
 def test_a_log_ratio_is_clamped_at_20_nats_with_its_sign() -> None:
@@ -79,38 +70,31 @@ def test_a_log_ratio_is_clamped_at_20_nats_with_its_sign() -> None:
     log_ratios = compute_log_ratio(torch.tensor([-1.0, -51.0, -1.0, -2.0, -1.0]), old_logprobs)
     assert log_ratios.tolist() == [20.0, -20.0, 0.5, 0.0, 20.0]
     assert compute_log_ratio(torch.tensor([math.nan]), torch.zeros(1)).isnan().all()
-
-
-def test_a_log_ratio_has_the_gradient_of_log_pi_within_its_limits() -> None:
     logprobs = torch.tensor([-1.0, -51.0, -1.0, -2.0], requires_grad=True)
     log_ratios = compute_log_ratio(logprobs, torch.tensor([-51.0, -1.0, -1.5, -2.0]))
     assert compute_gradient(log_ratios.sum(), logprobs).tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
-def test_the_policy_loss_of_far_log_probs_has_a_ratio_of_at_most_exp_20() -> None:
+def test_the_policy_loss_at_its_limits() -> None:
     loss = compute_policy_loss(torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0]), torch.tensor([-1.0, 1.0]))
     torch.testing.assert_close(loss, torch.tensor([3.0, -math.exp(-20)]))
     clamped = ppo_clip_loss(torch.tensor([0.0]), torch.tensor([-500.0]), torch.tensor([1.0]), 0.2, 0.28, 3.0)
     assert clamped.ratio.item() == pytest.approx(math.exp(20), rel=1e-6)
+    result = ppo_clip_loss(torch.tensor([0.5, 0.5]), torch.zeros(2), torch.tensor([1.0, -1.0]), 0.0, 0.0, 1.5)
+    torch.testing.assert_close(result.loss, torch.tensor([-1.0, 1.5]))
 
 
-def test_policy_loss_gradcheck_away_from_kinks() -> None:
+def test_losses_gradcheck_away_from_kinks() -> None:
     ratios = torch.tensor([1.1, 0.9, 1.6, 0.6, 2.0, 1.2], dtype=torch.float64)
     advantages = torch.tensor([1.0, -1.0, 2.0, 2.0, -2.0, -0.5], dtype=torch.float64)
     old_logprobs = torch.full((6,), -1.5, dtype=torch.float64)
     logprobs = (old_logprobs + ratios.log()).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: compute_policy_loss(x, old_logprobs, advantages), (logprobs,))
-
-
-def test_clips_of_zero_width_and_a_tight_dual_clip_are_allowed() -> None:
-    result = ppo_clip_loss(torch.tensor([0.5, 0.5]), torch.zeros(2), torch.tensor([1.0, -1.0]), 0.0, 0.0, 1.5)
-    torch.testing.assert_close(result.loss, torch.tensor([-1.0, 1.5]))
-
-
-def test_diagnostics_carry_no_gradient() -> None:
-    result = ppo_clip_loss(torch.zeros(1, requires_grad=True), torch.zeros(1), torch.ones(1), 0.2, 0.28, 3.0)
-    assert result.loss.requires_grad
-    assert not result.ratio.requires_grad
+    values, old_values, returns = torch.tensor(
+        [[0.3, 2.0, -1.0, 1.7], [0.0, 1.0, 0.0, 0.0], [1.0, 3.0, 3.0, 1.0]], dtype=torch.float64
+    )
+    values.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: value_clip_loss(x, old_values, returns, 0.5).loss, (values,))
 
 
 @pytest.mark.parametrize(("low", "high", "c"), [(1.0, 0.2, 3.0), (-0.1, 0.2, 3.0), (0.2, -0.1, 3.0), (0.2, 0.2, 1.0)])
@@ -139,15 +123,6 @@ def test_value_loss_by_hand(
     assert result.loss.item() == pytest.approx(loss)
     assert result.clipped.tolist() == [clipped]
     assert compute_gradient(result.loss.sum(), values).item() == pytest.approx(slope)
-
-
-def test_value_loss_gradcheck_away_from_kinks() -> None:
-    values, old_values, returns = torch.tensor(
-        [[0.3, 2.0, -1.0, 1.7], [0.0, 1.0, 0.0, 0.0], [1.0, 3.0, 3.0, 1.0]], dtype=torch.float64
-    )
-    assert torch.autograd.gradcheck(
-        lambda x: value_clip_loss(x, old_values, returns, 0.5).loss, (values.requires_grad_(),)
-    )
 
 
 LOSSES = {
@@ -191,9 +166,6 @@ def test_entropy_is_the_sum_over_the_vocabulary() -> None:
     torch.testing.assert_close(entropy_from_logits(logits), torch.tensor(expected, dtype=torch.float64))
     by_logsumexp = logits.logsumexp(dim=-1) - (p * logits).sum(dim=-1)
     torch.testing.assert_close(entropy_from_logits(logits), by_logsumexp)
-
-
-def test_equal_logits_have_entropy_log_v_and_zero_gradient() -> None:
     logits = torch.full((2, 7), 3.0, requires_grad=True)
     entropy = entropy_from_logits(logits)
     torch.testing.assert_close(entropy, torch.full((2,), math.log(7)))
@@ -204,6 +176,9 @@ def test_logprobs_are_the_log_softmax_of_the_token() -> None:
     logits, tokens = make_logits(5, seed=1), torch.tensor([0, 6, 3, 3, 1])
     expected = [math.log(row[a]) for row, a in zip(logits.softmax(dim=-1).tolist(), tokens.tolist(), strict=True)]
     torch.testing.assert_close(logprobs_from_logits(logits, tokens), torch.tensor(expected, dtype=torch.float64))
+    logits = torch.tensor([[1e4, 0.0, -1e4]])
+    assert entropy_from_logits(logits).item() == 0
+    assert logprobs_from_logits(logits, torch.tensor([1])).item() == -1e4
 
 
 def test_full_kl_is_the_sum_over_the_vocabulary_with_the_policy_first() -> None:
@@ -213,9 +188,6 @@ def test_full_kl_is_the_sum_over_the_vocabulary_with_the_policy_first() -> None:
     torch.testing.assert_close(divergence, torch.tensor([oracle.kl(p, q) for p, q in pairs], dtype=torch.float64))
     expected = torch.tensor([oracle.kl_gradient(p, q) for p, q in pairs], dtype=torch.float64)
     torch.testing.assert_close(compute_gradient(divergence.sum(), logits), expected)
-
-
-def test_full_kl_of_equal_policies_is_zero_with_zero_gradient() -> None:
     logits = make_logits(3, seed=4).requires_grad_()
     divergence = full_kl(logits, logits.detach())
     assert divergence.tolist() == [0, 0, 0]
@@ -236,18 +208,8 @@ def test_numbers_from_logits_gradcheck(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROW_FUNCTIONS)
-def test_half_precision_logits_are_reduced_in_float32(name: str) -> None:
+def test_half_precision_logits_are_reduced_in_float32_and_no_rows_are_an_empty_result(name: str) -> None:
     logits = make_logits(4, seed=7).bfloat16()
     assert ROW_FUNCTIONS[name](logits).dtype == torch.float32
     torch.testing.assert_close(ROW_FUNCTIONS[name](logits), ROW_FUNCTIONS[name](logits.float()), rtol=0, atol=2e-2)
-
-
-@pytest.mark.parametrize("name", ROW_FUNCTIONS)
-def test_no_rows_give_an_empty_result(name: str) -> None:
     assert ROW_FUNCTIONS[name](torch.zeros(0, 7)).shape == (0,)
-
-
-def test_large_logits_do_not_overflow() -> None:
-    logits = torch.tensor([[1e4, 0.0, -1e4]])
-    assert entropy_from_logits(logits).item() == 0
-    assert logprobs_from_logits(logits, torch.tensor([1])).item() == -1e4

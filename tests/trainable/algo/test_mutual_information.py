@@ -93,9 +93,7 @@ def test_two_thoughts_of_one_token_by_hand() -> None:
     assert metrics["mi_upper_bound"] == metrics["mi_upper_bound_paper"] == pytest.approx(math.log(2))
     assert metrics["marginal_std"] == pytest.approx(0, abs=1e-7)
     assert metrics["mi_zscore"] == pytest.approx(metrics["mi_estimate"] / 1e-3, rel=1e-3)
-
-
-def test_the_two_normalizations_differ_where_thoughts_have_two_tokens() -> None:
+    # The two normalizations differ where thoughts have two tokens.
     sums = torch.tensor([[0.64, 0.04], [0.16, 0.36]]).log()
     metrics = compute_information_metrics(sums, torch.tensor([2, 2]), torch.tensor([0, 1]))
     # Published: mixtures of the square roots 0.8, 0.2 and 0.4, 0.6. Paper: the root of the mixtures 0.34 and 0.26.
@@ -106,39 +104,35 @@ def test_the_two_normalizations_differ_where_thoughts_have_two_tokens() -> None:
 
 @examples
 @given(scored_thoughts())
-def test_entropy_is_conditional_entropy_plus_information(thoughts: ScoredThoughts) -> None:
+def test_identities_and_bounds_of_information(thoughts: ScoredThoughts) -> None:
     metrics = measure_information(thoughts)
     for information, suffix in (("mi_estimate", "est"), ("mi_seq_estimate", "seq_est")):
         expected_entropy = metrics[f"conditional_entropy_{suffix}"] + metrics[information]
         assert metrics[f"reasoning_entropy_{suffix}"] == pytest.approx(expected_entropy, abs=1e-9)
     expected_entropy = metrics["conditional_entropy_est"] + metrics["mi_estimate_paper"]
     assert metrics["reasoning_entropy_est_paper"] == pytest.approx(expected_entropy, abs=1e-9)
-
-
-@examples
-@given(scored_thoughts())
-def test_information_stays_below_its_bounds_and_the_papers_below_the_published(thoughts: ScoredThoughts) -> None:
-    metrics = measure_information(thoughts)
     bound = math.log(thoughts.sums.shape[1]) + 1e-9
     assert max(metrics["mi_estimate"], metrics["mi_seq_estimate"]) <= bound
     assert metrics["mi_estimate_paper"] <= metrics["mi_upper_bound_paper"] + 1e-9 <= bound
     assert metrics["mi_estimate_paper"] <= metrics["mi_estimate"] + 1e-9
     assert metrics["mi_upper_bound_paper"] <= bound / int(thoughts.lengths.min())
+    # To show every prompt twice changes no information.
+    repeated_sums = thoughts.sums.repeat(1, 2)
+    repeated_metrics = compute_information_metrics(repeated_sums, thoughts.lengths, thoughts.own_columns)
+    for name in metrics.keys() - {"mi_upper_bound", "mi_upper_bound_paper"}:
+        assert repeated_metrics[name] == pytest.approx(metrics[name], abs=1e-9)
 
 
-def test_thoughts_that_only_one_prompt_allows_reach_the_bound() -> None:
-    metrics = measure_information(make_separable_thoughts(5, other_logprob=-500.0))
-    assert metrics["mi_estimate"] == pytest.approx(math.log(5))
-    assert metrics["mi_estimate_paper"] == pytest.approx(metrics["mi_upper_bound_paper"])
-
-
-def test_information_has_the_sign_of_the_own_prompts_advantage() -> None:
+def test_information_has_the_sign_of_the_own_prompts_advantage_and_reaches_its_bound() -> None:
     separable, misleading = make_separable_thoughts(4), make_separable_thoughts(4, own_logprob=-9.0, other_logprob=-1.0)
     for name in ("mi_estimate", "mi_seq_estimate", "mi_estimate_paper", "mi_zscore", "mi_zscore_seq"):
         assert measure_information(separable)[name] > 0 > measure_information(misleading)[name]
     metrics = measure_information(separable)
     assert 0 < metrics["conditional_entropy_est"] < metrics["reasoning_entropy_est"]
     assert metrics["matched_log_prob_mean"] == -1.0
+    metrics = measure_information(make_separable_thoughts(5, other_logprob=-500.0))
+    assert metrics["mi_estimate"] == pytest.approx(math.log(5))
+    assert metrics["mi_estimate_paper"] == pytest.approx(metrics["mi_upper_bound_paper"])
 
 
 @examples
@@ -161,16 +155,6 @@ def test_the_order_of_thoughts_and_of_prompts_does_not_matter(thoughts: ScoredTh
     if all(len(set(row)) == len(set(thoughts.classes.tolist())) for row in thoughts.sums.tolist()):
         accuracies = [measure_retrieval(scored)["retrieval_accuracy"] for scored in (thoughts, shuffled_thoughts)]
         assert accuracies[0] == pytest.approx(accuracies[1])
-
-
-@examples
-@given(scored_thoughts())
-def test_showing_every_prompt_twice_changes_no_information(thoughts: ScoredThoughts) -> None:
-    repeated_sums = thoughts.sums.repeat(1, 2)
-    metrics = measure_information(thoughts)
-    repeated_metrics = compute_information_metrics(repeated_sums, thoughts.lengths, thoughts.own_columns)
-    for name in metrics.keys() - {"mi_upper_bound", "mi_upper_bound_paper"}:
-        assert repeated_metrics[name] == pytest.approx(metrics[name], abs=1e-9)
 
 
 # ---------------------------------------------------------------------------- moving averages
@@ -214,12 +198,7 @@ def test_retrieval_equals_the_literal_count(thoughts: ScoredThoughts) -> None:
     expected = oracles.retrieval(thoughts.sums.tolist(), thoughts.own_columns.tolist(), thoughts.classes.tolist())
     assert metrics.keys() == expected.keys()
     assert metrics == pytest.approx(expected, abs=1e-12)
-
-
-@examples
-@given(scored_thoughts())
-def test_retrieval_grows_with_k_and_is_certain_among_all_columns(thoughts: ScoredThoughts) -> None:
-    metrics = measure_retrieval(thoughts)
+    # It grows with k and is certain among all columns.
     for name in ("retrieval_accuracy", "retrieval_chance_level"):
         levels = [metrics[name + suffix] for suffix in ("", "@2", "@4", "@8")]
         assert all(low <= high + 1e-12 for low, high in pairwise(levels))
@@ -230,7 +209,7 @@ def test_retrieval_grows_with_k_and_is_certain_among_all_columns(thoughts: Score
         assert compute_retrieval_metrics(mean_logprobs, thoughts.own_columns, thoughts.classes) == metrics
 
 
-def test_an_identical_prompt_is_as_right_as_the_own_one() -> None:
+def test_identical_prompts_are_equally_right_and_equal_scores_rank_by_column() -> None:
     sums = torch.tensor([[-1.0, -2.0, -1.0], [-1.0, -2.0, -1.0], [-5.0, -2.0, -5.0]])
     own_columns, classes = torch.tensor([0, 2, 1]), torch.tensor([0, 1, 0])
     metrics = compute_retrieval_metrics(sums, own_columns, classes)
@@ -238,9 +217,6 @@ def test_an_identical_prompt_is_as_right_as_the_own_one() -> None:
     assert metrics["retrieval_chance_level"] == pytest.approx((2 / 3 + 2 / 3 + 1 / 3) / 3)
     assert metrics["retrieval_chance_level@2"] == 1
     assert compute_retrieval_metrics(sums, own_columns, torch.arange(3))["retrieval_accuracy"] == pytest.approx(2 / 3)
-
-
-def test_equal_scores_rank_by_column() -> None:
     equal_sums, own_columns = torch.zeros(3, 3), torch.arange(3)
     metrics = compute_retrieval_metrics(equal_sums, own_columns, torch.arange(3))
     assert metrics["retrieval_accuracy"] == pytest.approx(1 / 3)
@@ -280,6 +256,3 @@ def test_the_control_is_reproduced_by_its_generator_and_moves_nothing() -> None:
     assert torch.equal(thoughts.own_columns, original_columns)
     single_thought = ScoredThoughts(thoughts.sums[:1], thoughts.lengths[:1], thoughts.own_columns[:1], thoughts.classes)
     assert measure_control(single_thought) == 1
-
-
-# ---------------------------------------------------------------------------- refusals

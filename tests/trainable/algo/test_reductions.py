@@ -17,16 +17,13 @@ def test_masked_mean_is_the_mean_of_the_subset(batch: Sequences) -> None:
     torch.testing.assert_close(masked_mean(x, mask), expected)
 
 
-def test_masked_mean_of_an_empty_mask_is_zero_with_zero_gradient() -> None:
+def test_masked_mean_of_an_empty_mask_is_zero_and_untrained_positions_are_not_read() -> None:
     x = torch.tensor([3.0, float("inf")], requires_grad=True)
     mean = masked_mean(x, torch.zeros(2, dtype=torch.bool))
     mean.backward()
     assert mean.item() == 0
     assert x.grad is not None
     assert x.grad.tolist() == [0, 0]
-
-
-def test_masked_mean_does_not_read_untrained_positions() -> None:
     x = torch.tensor([1.0, float("nan"), 4.0], requires_grad=True)
     masked_mean(x, torch.tensor([True, False, True])).backward()
     assert x.grad is not None
@@ -51,18 +48,12 @@ def test_whitened_tokens_have_mean_zero_and_std_one(offset: float) -> None:
     assert whitened.std().item() == pytest.approx(1, abs=1e-6)
 
 
-@pytest.mark.parametrize("trained", [0, 1])
-def test_whitening_of_no_or_one_token_is_zero(trained: int) -> None:
-    mask = torch.tensor([[False, bool(trained), False]])
-    assert masked_whiten(torch.tensor([[5.0, 7.0, float("nan")]]), mask).tolist() == [[0, 0, 0]]
-
-
-def test_whitening_two_tokens_uses_the_unbiased_variance() -> None:
+def test_whitening_of_few_and_of_equal_tokens() -> None:
     whitened = masked_whiten(torch.tensor([1.0, 9.0, 3.0]), torch.tensor([True, False, True]))
     torch.testing.assert_close(whitened, torch.tensor([-(2**-0.5), 0.0, 2**-0.5]))
-
-
-def test_whitening_equal_tokens_gives_zeros() -> None:
+    for trained in (False, True):  # no token, and one
+        mask = torch.tensor([[False, trained, False]])
+        assert masked_whiten(torch.tensor([[5.0, 7.0, float("nan")]]), mask).tolist() == [[0, 0, 0]]
     assert masked_whiten(torch.full((1, 7), 0.1), torch.ones(1, 7, dtype=torch.bool)).abs().max() < 1e-6
 
 
@@ -72,6 +63,9 @@ def test_weights_equal_the_literal_aggregation(
     batch: Sequences, mode: str, micro_batch_size: int, padded_length: int | None
 ) -> None:
     loss, mask = batch.values, batch.mask
+    weights = compute_loss_weights(mask, mode)
+    assert torch.equal(weights > 0, mask)
+    assert weights.dtype == torch.float32
     length = padded_length or mask.shape[1]
     micro_batch_loss = (compute_loss_weights(mask, mode, micro_batch_size, padded_length) * loss).sum()
     expected = oracle.aggregate_micro(loss.tolist(), mask.tolist(), mode, length, micro_batch_size)
@@ -80,14 +74,6 @@ def test_weights_equal_the_literal_aggregation(
     assert mini_batch_loss.item() == pytest.approx(
         oracle.aggregate(loss.tolist(), mask.tolist(), mode, length), rel=1e-5, abs=1e-5
     )
-
-
-@examples
-@given(sequences(), st.sampled_from(LOSS_AGG_MODES))
-def test_only_trained_tokens_have_weight(batch: Sequences, mode: str) -> None:
-    weights = compute_loss_weights(batch.mask, mode)
-    assert torch.equal(weights > 0, batch.mask)
-    assert weights.dtype == torch.float32
 
 
 MASK = torch.tensor([[True, True, True, True], [True, False, False, False], [False, False, False, False]])
@@ -108,35 +94,12 @@ def test_hand_worked_aggregations_leave_out_the_fully_masked_row(mode: str, expe
     assert (compute_loss_weights(MASK, mode) * loss).sum().item() == pytest.approx(expected)
 
 
-def test_micro_batches_average_their_means_not_their_tokens() -> None:
+def test_weights_of_micro_batches_by_hand() -> None:
     weights = compute_loss_weights(MASK[:2], "token-mean", micro_batch_size=1)
     torch.testing.assert_close(weights, torch.tensor([[0.125, 0.125, 0.125, 0.125], [0.5, 0.0, 0.0, 0.0]]))
-
-
-@pytest.mark.parametrize("micro_batch_size", [1, 2, None])
-def test_the_global_mean_does_not_depend_on_micro_batches(micro_batch_size: int | None) -> None:
-    weights = compute_loss_weights(MASK, "token-mean-global", micro_batch_size)
-    assert torch.equal(weights, MASK / 5)
-
-
-def test_short_and_empty_micro_batches_count_in_the_divisor() -> None:
-    weights = compute_loss_weights(MASK, "token-mean", micro_batch_size=2)
-    assert weights.sum().item() == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_an_empty_mask_gives_zero_loss_and_zero_gradient(mode: str) -> None:
-    loss = torch.ones(2, 3, requires_grad=True)
-    loss_sum = (compute_loss_weights(torch.zeros(2, 3, dtype=torch.bool), mode, micro_batch_size=1) * loss).sum()
-    loss_sum.backward()
-    assert loss_sum.item() == 0
-    assert loss.grad is not None
-    assert not loss.grad.any()
-
-
-def test_a_padded_length_of_one_is_a_plain_sum() -> None:
+    # Short and empty micro-batches count in the divisor, and not in that of the global mean.
+    assert compute_loss_weights(MASK, "token-mean", micro_batch_size=2).sum().item() == pytest.approx(0.5)
+    for size in (1, 2, None):
+        assert torch.equal(compute_loss_weights(MASK, "token-mean-global", size), MASK / 5)
     assert torch.equal(compute_loss_weights(MASK, "seq-mean-token-sum-norm", padded_length=1), MASK.float())
-
-
-def test_no_sequences_give_no_weights() -> None:
     assert compute_loss_weights(torch.zeros(0, 3, dtype=torch.bool), "token-mean").shape == (0, 3)

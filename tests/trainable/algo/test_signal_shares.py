@@ -19,9 +19,8 @@ from trainable.algo.gradient_signal import (
 def test_shares_of_the_step_and_of_the_expected_step_by_hand() -> None:
     # The task gradient is (2, 0) plus noise of (0, 6) and (0, -6); the entropy gradient is (1, 0) in both folds.
     gradients = torch.tensor([[[2.0, 6.0], [1.0, 0.0]], [[2.0, -6.0], [1.0, 0.0]]])
-    torch.testing.assert_close(
-        compute_update_fractions(compute_fold_gram([gradients])), torch.tensor([2 / 3, 1 / 3], dtype=torch.float64)
-    )
+    shares = compute_update_fractions(compute_fold_gram([gradients]))
+    torch.testing.assert_close(shares, torch.tensor([2 / 3, 1 / 3], dtype=torch.float64))
     noisy_gradients = torch.tensor([[[2.0, 6.0], [1.0, 0.0]], [[2.0, 6.0], [1.0, 0.0]], [[2.0, -9.0], [1.0, 0.0]]])
     fractions = estimate_signal_fractions(compute_fold_gram([noisy_gradients]))
     # Products of different folds: task (3 * 2 * 2 + 36 - 54 - 54) / 3 + 2, entropy 2 + 1.
@@ -35,9 +34,7 @@ def test_parts_of_the_signal_equal_the_loops_and_sum_to_it(folds: tuple[Tensor, 
     (x, counts), scale = folds, folds[0].square().sum().item()
     products = estimate_signal_fractions(compute_fold_gram([x]), torch.tensor(counts)).products.tolist()
     expected = oracle.cross_products(x.tolist(), counts)
-    assert all(
-        is_close(actual, wanted_product, scale) for actual, wanted_product in zip(products, expected, strict=True)
-    )
+    assert all(is_close(actual, product, scale) for actual, product in zip(products, expected, strict=True))
     signal = estimate_gradient_signal(compute_fold_gram([x]).sum(dim=(1, 3)), torch.tensor(counts)).signal
     assert is_close(sum(products), signal, scale)
 
@@ -88,13 +85,12 @@ def test_parts_of_the_signal_are_unbiased_over_all_draws_of_a_bandit(sizes: tupl
     mean_products = torch.zeros(3, dtype=torch.float64)
     for probability, gradients in oracle.iterate_component_draws(sum(sizes)):
         means = torch.stack([fold.mean(dim=0) for fold in torch.split(gradients, list(sizes))])
-        mean_products += (
-            probability * estimate_signal_fractions(compute_fold_gram([means]), torch.tensor(sizes)).products
-        )
+        fractions = estimate_signal_fractions(compute_fold_gram([means]), torch.tensor(sizes))
+        mean_products += probability * fractions.products
     torch.testing.assert_close(mean_products, oracle.compute_bandit_products(), rtol=1e-9, atol=1e-12)
 
 
-def test_shares_of_a_step_without_signal_or_folds_are_nan() -> None:
+def test_shares_without_a_signal_are_nan() -> None:
     x = make_vectors(4, 1, 50)
     assert estimate_signal_fractions(compute_fold_gram([torch.cat([x, -x], dim=1)])).fraction.isnan().all()
     one_fold = estimate_signal_fractions(compute_fold_gram([x[:1]]))
@@ -103,9 +99,6 @@ def test_shares_of_a_step_without_signal_or_folds_are_nan() -> None:
     two_folds = estimate_signal_fractions(compute_fold_gram([torch.cat([x[:2], x[:2]], dim=1)]))
     assert two_folds.fraction.tolist() == pytest.approx([0.5, 0.5])
     assert two_folds.low.isnan().all()
-
-
-def test_a_signal_that_hangs_on_one_fold_has_no_shares() -> None:
     x = torch.tensor([6.0, 1.0, -1.0, 1.0, -1.0, 1.0], dtype=torch.float64)[:, None, None].repeat(1, 2, 1)
     fractions = estimate_signal_fractions(compute_fold_gram([x]))
     assert fractions.products.sum() > 0  # the sum is below 0 without the first fold

@@ -11,16 +11,11 @@ Y = torch.tensor([2.0, 1.0, -1.0, 0.5, 4.0, 1.0])
 DRAWS, SIZE = 4000, 4
 
 
-def compute_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Compute the inner products of both sketches over many seeds."""
-    sketch_products = [float(count_sketch([x], SIZE, seed) @ count_sketch([y], SIZE, seed)) for seed in range(DRAWS)]
-    return torch.tensor(sketch_products, dtype=torch.float64)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(("x", "y"), [(X, Y), (X, X), (X, -Y)])
 def test_products_are_unbiased_and_vary_as_said(x: torch.Tensor, y: torch.Tensor) -> None:
-    sketch_products, exact_product = compute_products(x, y), float(x @ y)
+    products = [float(count_sketch([x], SIZE, seed) @ count_sketch([y], SIZE, seed)) for seed in range(DRAWS)]
+    sketch_products, exact_product = torch.tensor(products, dtype=torch.float64), float(x @ y)
     variance = float(x @ x) * float(y @ y) + exact_product**2 - 2 * float((x * y).square().sum())
     variance /= SIZE
     assert abs(float(sketch_products.mean()) - exact_product) < 4 * (variance / DRAWS) ** 0.5
@@ -34,6 +29,8 @@ def test_it_is_linear_and_a_function_of_its_seed() -> None:
     assert torch.equal(combined_sketch, count_sketch([2 * X - 3 * Y], SIZE, 5))
     assert not torch.equal(combined_sketch, count_sketch([2 * X - 3 * Y], SIZE, 6))
     assert (combined_sketch.shape, combined_sketch.dtype) == ((SIZE,), torch.float64)
+    halves = torch.full((4096,), 1.0, dtype=torch.bfloat16)
+    assert torch.equal(count_sketch([halves], 1, 2), count_sketch([halves.double()], 1, 2))
 
 
 @pytest.mark.parametrize("chunk", [2, gradient_signal.CHUNK_ENTRIES])
@@ -46,8 +43,3 @@ def test_every_entry_is_in_one_place_with_one_sign(chunk: int, monkeypatch: pyte
         assert sorted(unit_sketch.abs().tolist()) == [0.0] * 63 + [1.0]
         places.add(int(unit_sketch.abs().argmax()))
     assert len(places) == 5  # of 64 places: later tensors and chunks do not repeat the draws of the first
-
-
-def test_half_precision_is_summed_in_double() -> None:
-    halves = torch.full((4096,), 1.0, dtype=torch.bfloat16)
-    assert torch.equal(count_sketch([halves], 1, 2), count_sketch([halves.double()], 1, 2))

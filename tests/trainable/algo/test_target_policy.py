@@ -71,26 +71,20 @@ def test_shares_are_those_of_the_loops(batch: Rollouts, eta: float) -> None:
 
 @examples
 @given(rollouts(), ETAS)
-def test_the_pull_is_minus_the_gradient(batch: Rollouts, eta: float) -> None:
+def test_the_pull_is_minus_the_gradient_and_moves_mass_within_a_group(batch: Rollouts, eta: float) -> None:
     logprobs, *other_inputs = batch.to_tensors()
     logprobs.requires_grad_()
     result = target_policy_loss(logprobs, *other_inputs, eta)
     (gradient,) = torch.autograd.grad(result.loss, logprobs)
     torch.testing.assert_close(gradient, -result.sequence_weights, rtol=1e-9, atol=1e-12)
     assert not any(tensor.requires_grad for tensor in result[1:])
-
-
-@examples
-@given(rollouts(), ETAS)
-def test_the_pull_moves_mass_within_a_group_and_is_bounded(batch: Rollouts, eta: float) -> None:
-    sequence_weights, group_ids = (
-        target_policy_loss(*batch.to_tensors(), eta).sequence_weights,
-        torch.tensor(batch.group_ids),
-    )
-    count = len(set(batch.group_ids))
-    assert float(sequence_weights.abs().max()) <= 1 / count + 1e-12
+    old_logprobs, skills, group_ids = other_inputs
+    assert float(result.sequence_weights.abs().max()) <= 1 / len(set(batch.group_ids)) + 1e-12
     for group in set(batch.group_ids):
-        assert abs(float(sequence_weights[group_ids == group].sum())) < 1e-12
+        assert abs(float(result.sequence_weights[group_ids == group].sum())) < 1e-12
+    # At the target, nothing is left to pull.
+    result = target_policy_loss(old_logprobs + skills / eta, old_logprobs, skills, group_ids, eta)
+    assert float(result.sequence_weights.abs().max()) < 1e-9
 
 
 @examples
@@ -98,54 +92,33 @@ def test_the_pull_moves_mass_within_a_group_and_is_bounded(batch: Rollouts, eta:
 def test_only_differences_within_a_group_count(batch: Rollouts, eta: float, shift: float) -> None:
     logprobs, old_logprobs, skills, group_ids = batch.to_tensors()
     is_first_group = group_ids == group_ids[0]
-    shifted = target_policy_loss(
-        logprobs + shift * is_first_group, old_logprobs - shift * is_first_group, skills, group_ids, eta
-    )
-    torch.testing.assert_close(
-        shifted.sequence_weights,
-        target_policy_loss(logprobs, old_logprobs, skills, group_ids, eta).sequence_weights,
-        rtol=1e-6,
-        atol=1e-9,
-    )
-
-
-@examples
-@given(rollouts(), ETAS)
-def test_at_the_target_nothing_is_left_to_pull(batch: Rollouts, eta: float) -> None:
-    _, old_logprobs, skills, group_ids = batch.to_tensors()
-    assert (
-        float(
-            target_policy_loss(old_logprobs + skills / eta, old_logprobs, skills, group_ids, eta)
-            .sequence_weights.abs()
-            .max()
-        )
-        < 1e-9
-    )
+    first_shift = shift * is_first_group
+    shifted = target_policy_loss(logprobs + first_shift, old_logprobs - first_shift, skills, group_ids, eta)
+    expected = target_policy_loss(logprobs, old_logprobs, skills, group_ids, eta).sequence_weights
+    torch.testing.assert_close(shifted.sequence_weights, expected, rtol=1e-6, atol=1e-9)
 
 
 def test_gradcheck() -> None:
-    other_inputs = (
-        torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5]).double(),
-        torch.tensor([1.0, -1.0, 0.5, -1.5, 1.0]).double(),
-    )
+    old_logprobs, skills = torch.tensor([[-1.0, -2.0, -0.5, -3.0, -1.5], [1.0, -1.0, 0.5, -1.5, 1.0]]).double()
     group_ids = torch.tensor([0, 0, 4, 4, 4])
     logprobs = torch.tensor([-1.2, -1.9, -0.4, -2.0, -2.5], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: target_policy_loss(x, *other_inputs, group_ids, 0.7).loss, logprobs)
+    assert torch.autograd.gradcheck(
+        lambda x: target_policy_loss(x, old_logprobs, skills, group_ids, 0.7).loss, logprobs
+    )
 
 
-def test_without_a_difference_in_skill_the_target_is_the_old_policy() -> None:
+def test_targets_by_hand() -> None:
+    # Without a difference in skill, the target is the old policy.
     old_logprobs, logprobs = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.0])
     skills, group_ids = torch.zeros(2), torch.zeros(2, dtype=torch.long)
     assert not target_policy_loss(old_logprobs, old_logprobs, skills, group_ids, 1.0).sequence_weights.any()
-    assert target_policy_loss(
-        logprobs, old_logprobs, skills, group_ids, 1.0
-    ).sequence_weights.tolist() == pytest.approx([0.46212, -0.46212], abs=1e-4)
-
-
-def test_the_target_of_sums_far_apart_is_on_one_rollout_whatever_the_skills() -> None:
-    """The rollouts have 300 tokens at slightly different log-probs, and the rule does not normalize by length."""
+    weights = target_policy_loss(logprobs, old_logprobs, skills, group_ids, 1.0).sequence_weights
+    assert weights.tolist() == pytest.approx([0.46212, -0.46212], abs=1e-4)
+    # The target of sums far apart is on one rollout whatever the skills.
+    # The rollouts have 300 tokens at slightly different log-probs, and the rule does not normalize by length.
     logprobs = torch.tensor([-300.0, -360.0])
-    result = target_policy_loss(logprobs, logprobs, torch.tensor([-1.0, 1.0]), torch.zeros(2, dtype=torch.long), 1.0)
+    skills, group_ids = torch.tensor([-1.0, 1.0]), torch.zeros(2, dtype=torch.long)
+    result = target_policy_loss(logprobs, logprobs, skills, group_ids, 1.0)
     assert float(result.top_prob) == pytest.approx(1)
     assert float(result.sequence_weights.abs().max()) < 1e-20
     small_eta_result = target_policy_loss(

@@ -84,12 +84,8 @@ def test_where_all_rows_fit_the_numbers_are_bit_for_bit_those_of_whole_logits(el
         logprobs_from_logits(logits, case.tokens), entropy_from_logits(logits), full_kl(logits, ref_logits)
     )
     statistics = case.compute_statistics(elements)
-    assert all(
-        torch.equal(actual_tensor, expected_tensor)
-        for actual_tensor, expected_tensor in zip(statistics, expected, strict=True)
-    )
-    pairs = zip(case.compute_gradients(statistics), case.compute_gradients(expected), strict=True)
-    assert all(torch.equal(actual_tensor, expected_tensor) for actual_tensor, expected_tensor in pairs)
+    assert all(map(torch.equal, statistics, expected))
+    assert all(map(torch.equal, case.compute_gradients(statistics), case.compute_gradients(expected)))
 
 
 @pytest.mark.parametrize("elements", [3 * VOCABULARY, None])
@@ -105,19 +101,16 @@ def test_gradcheck_of_every_number(elements: int | None) -> None:
 
 
 @pytest.mark.parametrize("elements", [2 * VOCABULARY, None])
-def test_one_graph_gives_the_gradient_of_each_term(elements: int | None) -> None:
+def test_one_graph_gives_the_gradient_of_each_term_and_the_entropy_may_have_none(elements: int | None) -> None:
     """The gradient probe differentiates term by term and keeps the graph."""
     case = Case(3)
     statistics, expected = case.compute_statistics(elements), case.compute_expected_statistics()
     for term, expected_term in zip(statistics, expected, strict=True):
-        gradients = torch.autograd.grad(term.sum(), [case.hidden, case.weight], retain_graph=True)
-        assert_close(
-            gradients, torch.autograd.grad(expected_term.sum(), [case.hidden, case.weight], retain_graph=True), 1e-10
+        gradients, expected_gradients = (
+            torch.autograd.grad(each.sum(), [case.hidden, case.weight], retain_graph=True)
+            for each in (term, expected_term)
         )
-
-
-@pytest.mark.parametrize("elements", [2 * VOCABULARY, None])
-def test_an_entropy_without_gradient_has_its_value(elements: int | None) -> None:
+        assert_close(gradients, expected_gradients, 1e-10)
     case = Case(4)
     statistics = case.compute_statistics(elements, entropy_gradient=False)
     assert not statistics.entropies.requires_grad
@@ -128,7 +121,7 @@ def test_an_entropy_without_gradient_has_its_value(elements: int | None) -> None
 
 
 @pytest.mark.parametrize("elements", [2 * VOCABULARY, None])
-def test_a_frozen_head_and_a_frozen_reference_get_no_gradient(elements: int | None) -> None:
+def test_a_frozen_head_gets_no_gradient_and_at_the_reference_the_kl_is_zero(elements: int | None) -> None:
     case = Case(5)
     case.weight.requires_grad_(False)
     for tensor in case.reference:
@@ -138,10 +131,6 @@ def test_a_frozen_head_and_a_frozen_reference_get_no_gradient(elements: int | No
     statistics.full_kl.sum().backward()
     assert case.hidden.grad is not None
     assert all(tensor.grad is None for tensor in (case.weight, *case.reference))
-
-
-@pytest.mark.parametrize("elements", [2 * VOCABULARY, None])
-def test_at_the_reference_the_kl_and_its_gradient_are_zero(elements: int | None) -> None:
     case = Case(6)
     case.reference = (case.hidden.detach(), case.weight.detach())
     statistics = case.compute_statistics(elements)
@@ -182,11 +171,8 @@ def test_float32_logits_are_exact_products_of_the_rounded_numbers(dtype: torch.d
     exact_hidden_gradient, exact_weight_gradient = exact_case.compute_gradients(expected)
     assert_close([weight_gradient], [exact_weight_gradient], 0.03)
     assert_close([hidden_gradient], [exact_hidden_gradient], 0.03)
-    assert_close(
-        [logprobs_from_hidden(case.hidden, case.weight, case.tokens, TEMPERATURE, elements, float32_logits=True)],
-        [expected.logprobs],
-        3e-6,
-    )
+    arguments = (case.hidden, case.weight, case.tokens, TEMPERATURE, elements)
+    assert_close([logprobs_from_hidden(*arguments, float32_logits=True)], [expected.logprobs], 3e-6)
 
 
 def test_float32_logits_of_whole_tensors() -> None:

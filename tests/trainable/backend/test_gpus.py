@@ -21,9 +21,7 @@ def test_the_users_settings_of_the_allocator_stay(name: str) -> None:
     environ = {name: "max_split_size_mb:512"}
     take_gpus([0], environ)
     assert environ == {name: "max_split_size_mb:512", "CUDA_VISIBLE_DEVICES": "0"}
-
-
-def test_without_a_gpu_nothing_of_gpus_is_set() -> None:
-    environ: dict[str, str] = {}
+    # Without a GPU, nothing is set.
+    environ = {}
     take_gpus([], environ)
     assert environ == {}

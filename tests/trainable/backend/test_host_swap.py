@@ -16,12 +16,13 @@ from trainable.ppo.trainer import PPOTrainer
 
 CPU = torch.device("cpu")
 IN_TORCH = {"rollout__name": "torch", "model__compiled_passes": False}
+KL = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1}
 VARIANTS: dict[str, dict[str, object]] = {
-    "critic and reference": {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1},
-    "exact kl": {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1, "actor__kl_loss_type": "full"},
+    "critic and reference": KL,
+    "exact kl": {**KL, "actor__kl_loss_type": "full"},
     "shared trunk": {"critic__shared_trunk": True},
     "no critic": {"algorithm__adv_estimator": "grpo", "actor__ppo_epochs": 2},
-    "adapters": {"model__lora_rank": 4, "actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1},
+    "adapters": {**KL, "model__lora_rank": 4},
     "target policies": {
         "actor__policy_loss": "tpo",
         "algorithm__adv_estimator": "group_skill",
@@ -30,8 +31,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "gradient analysis": {
         "trainer__gradient_analysis_mode": True,
         "trainer__gradient_analysis_every": 1,
-        "actor__use_kl_loss": True,
-        "actor__kl_loss_coef": 0.1,
+        **KL,
         "actor__kl_loss_type": "full",
     },
     "compiled": {"rollout__name": "compiled", "model__compiled_passes": True},
@@ -51,11 +51,8 @@ class HostReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.is_moving:
             for value in tree_leaves((args, kwargs)):
-                if (
-                    isinstance(value, torch.Tensor)
-                    and value.numel()
-                    and value.untyped_storage().data_ptr() in self.buffers
-                ):
+                is_tensor = isinstance(value, torch.Tensor) and value.numel()
+                if is_tensor and value.untyped_storage().data_ptr() in self.buffers:
                     raise AssertionError(f"{func} reads a tensor that is on the host")
         return func(*args, **(kwargs or {}))
 
@@ -142,7 +139,7 @@ def test_values_survive_an_error_in_an_update() -> None:
         assert weight.tolist() == [2, 2, 2]
 
 
-def test_only_the_outermost_context_moves() -> None:
+def test_only_the_outermost_context_moves_and_only_changes_are_copied_back() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     swap = HostSwap(lambda: [weight], CPU)
     host_address = weight.data_ptr()
@@ -153,9 +150,6 @@ def test_only_the_outermost_context_moves() -> None:
         assert weight.data_ptr() == address != host_address
     assert weight.data_ptr() == host_address
     assert weight.tolist() == [2, 2, 2]
-
-
-def test_a_context_that_changes_nothing_copies_nothing_back() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     swap = HostSwap(lambda: [weight], CPU)
     with swap.load(has_changed=False), torch.no_grad():

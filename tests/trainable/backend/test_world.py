@@ -56,9 +56,8 @@ def test_ranks_have_nearly_equal_token_counts(lengths: list[int], size: int) -> 
 def test_skipped_children_are_those_of_the_ranks_before(count: int, local_count: int) -> None:
     all_generators = np.random.default_rng(3).spawn(count + local_count)
     local_generators = skip_child_seeds(np.random.default_rng(3), count).spawn(local_count)
-    assert [generator.random() for generator in local_generators] == [
-        generator.random() for generator in all_generators[count:]
-    ]
+    for local_generator, generator in zip(local_generators, all_generators[count:], strict=True):
+        assert local_generator.random() == generator.random()
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 9])
@@ -69,13 +68,9 @@ def test_gradients_and_sums_of_all_ranks_are_those_of_one(size: int, mode: str) 
     episodes = trainer.roll_out(levels, 4, "sampling")
     batch, targets, _ = trainer.prepare_batch(episodes, 2, 2, make_rng(0, "duplicates", 1))
     order = order_length_stratified(batch.lengths)
-    expected_gradient, expected_meter = compute_gradient(
-        trainer, make_passes(batch, targets, order, mode, 2, batch.tokens.shape[1])
-    )
-    rank_results = [
-        compute_gradient(trainer, make_passes(batch, targets, order, mode, 2, batch.tokens.shape[1], world))
-        for world in make_ranks(size)
-    ]
+    arguments = (batch, targets, order, mode, 2, batch.tokens.shape[1])
+    expected_gradient, expected_meter = compute_gradient(trainer, make_passes(*arguments))
+    rank_results = [compute_gradient(trainer, make_passes(*arguments, world)) for world in make_ranks(size)]
     gradient_sum = torch.stack([gradient for gradient, _ in rank_results]).sum(0)
     assert float((gradient_sum - expected_gradient).norm()) < 1e-5 * float(expected_gradient.norm())
     assert sum(meter.tokens for _, meter in rank_results) == expected_meter.tokens
@@ -94,9 +89,7 @@ def test_ranks_make_equally_many_passes_and_an_idle_rank_processes_no_tokens(mon
     trained_tokens = [[int(pass_inputs.batch.mask.sum()) for pass_inputs in passes] for passes in rank_passes]
     assert sum(map(sum, trained_tokens)) == int(batch.mask[:5].sum())
     assert sum(count == 0 for counts in trained_tokens for count in counts) == 1
-    empty_pass = next(
-        pass_inputs for passes in rank_passes for pass_inputs in passes if not pass_inputs.batch.mask.any()
-    )
+    empty_pass = next(each for passes in rank_passes for each in passes if not each.batch.mask.any())
     assert len(empty_pass.weights) == len(empty_pass.batch.find_prediction_positions()) == 0
     assert not empty_pass.batch.count_needed_tokens().any()
 
@@ -120,13 +113,9 @@ def test_levels_played_by_ranks_are_the_episodes_of_one() -> None:
     for world in make_ranks(3):
         trainer.world = world
         episodes += trainer.roll_out(levels, 3, "sampling")
-    assert [(episode.group, episode.tokens.tolist()) for episode in episodes] == [
-        (episode.group, episode.tokens.tolist()) for episode in expected_episodes
-    ]
-    assert all(
-        np.allclose(actual.logprobs, expected.logprobs, atol=1e-5)
-        for actual, expected in zip(episodes, expected_episodes, strict=True)
-    )
+    for actual, expected in zip(episodes, expected_episodes, strict=True):
+        assert (actual.group, actual.tokens.tolist()) == (expected.group, expected.tokens.tolist())
+        np.testing.assert_allclose(actual.logprobs, expected.logprobs, atol=1e-5)
 
 
 @dataclass(frozen=True)
@@ -169,15 +158,9 @@ disconnect(rendezvous)
 
 @pytest.mark.long
 def test_ranks_meet_in_a_file(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", MEETING_SCRIPT, str(rank), str(tmp_path / "meeting")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (1, 0)
-    ]
+    commands = [[sys.executable, "-c", MEETING_SCRIPT, str(rank), str(tmp_path / "meeting")] for rank in (1, 0)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    ranks = [subprocess.Popen(command, text=True, **pipes) for command in commands]
     outputs = [rank.communicate(timeout=120) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     expected_output = "[1.0, 0.0, 2.0, 10.0] [{'rank': 0}, {'rank': 1}]\n"

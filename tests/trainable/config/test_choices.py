@@ -13,8 +13,10 @@ from trainable.config.sections import ActorConfig, FilterConfig
 from trainable.ppo.phases import plan_step
 
 
-def test_every_formula_of_a_kl_can_be_set() -> None:
+def test_every_formula_can_be_set_and_settings_of_a_choice_belong_to_its_section() -> None:
     assert set(KL_FORMULAS) == set(KL_KINDS.values())
+    for choices, section in ((POLICY_LOSSES, ActorConfig), (FILTER_STRATEGIES, FilterConfig)):
+        assert {setting for choice in choices.values() for setting in choice.settings} <= section.model_fields.keys()
 
 
 @pytest.mark.parametrize("name", FILTER_STRATEGIES)
@@ -23,9 +25,9 @@ def test_a_strategy_counts_groups_where_its_rule_does(name: str) -> None:
     assert (num_kept == 1) == FILTER_STRATEGIES[name].counts_groups
 
 
-def test_settings_of_a_choice_belong_to_its_section() -> None:
-    for choices, section in ((POLICY_LOSSES, ActorConfig), (FILTER_STRATEGIES, FilterConfig)):
-        assert {setting for choice in choices.values() for setting in choice.settings} <= section.model_fields.keys()
+ANALYSIS = {
+    f"trainer__gradient_analysis_{name}": value for name, value in (("mode", True), ("only", True), ("every", 1))
+}
 
 
 @pytest.mark.parametrize(
@@ -36,15 +38,7 @@ def test_settings_of_a_choice_belong_to_its_section() -> None:
         ({"trainer__critic_warmup": 3}, 2, {"critic", "values"}),
         ({"algorithm__adv_estimator": "grpo"}, 1, {"policy"}),
         ({"critic__shared_trunk": True}, 1, {"policy", "values"}),
-        (
-            {
-                "trainer__gradient_analysis_mode": True,
-                "trainer__gradient_analysis_only": True,
-                "trainer__gradient_analysis_every": 1,
-            },
-            1,
-            {"values", "analysis"},
-        ),
+        (ANALYSIS, 1, {"values", "analysis"}),
     ],
 )
 def test_the_plan_of_a_step_has_the_due_phases(settings: dict[str, object], step: int, due_phases: set[str]) -> None:

@@ -38,12 +38,9 @@ def test_a_path_is_no_option_and_names_its_folder(tmp_path: Path, name: str) -> 
     assert command.isprintable()
 
 
-def test_a_name_that_is_no_text_can_be_pasted() -> None:
-    name = b"caf\xe9 'x' \\".decode("utf-8", "surrogateescape")
-    assert paste(format_command(name, program=SHOW_ARGUMENTS)) == [b"caf\xe9 'x' \\"]
-
-
-def test_a_plain_command_is_as_one_would_type_it() -> None:
+def test_a_plain_command_is_as_one_would_type_it_and_a_name_that_is_no_text_can_be_pasted() -> None:
     assert format_command("resume", Path("out/results/kl"), "--address", "auto") == (
         f"{PROGRAM} resume out/results/kl --address auto"
     )
+    name = b"caf\xe9 'x' \\".decode("utf-8", "surrogateescape")
+    assert paste(format_command(name, program=SHOW_ARGUMENTS)) == [b"caf\xe9 'x' \\"]

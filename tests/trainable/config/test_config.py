@@ -14,6 +14,8 @@ from trainable.config.aliases import ALIASES
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names, resolve_key
 
+VERL = "actor_rollout_ref"
+
 # Every key of the two published documents in its original form, its value there, and the field that it sets here.
 PUBLISHED = [
     ("model_path", "Qwen/Qwen2.5-3B", "model.path", "Qwen/Qwen2.5-3B"),
@@ -36,30 +38,15 @@ PUBLISHED = [
     ("critic.ppo_mini_batch_size", "32", "critic.ppo_mini_batch_size", 32),
     ("critic.ppo_micro_batch_size_per_gpu", "4", "critic.ppo_micro_batch_size_per_gpu", 4),
     ("ppo_mini_batch_size", "32", "actor.ppo_mini_batch_size", 32),
-    (
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
-        "8",
-        "rollout.ref_log_prob_micro_batch_size_per_gpu",
-        8,
-    ),
-    (
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
-        "8",
-        "rollout.log_prob_micro_batch_size_per_gpu",
-        8,
-    ),
+    (f"{VERL}.ref.log_prob_micro_batch_size_per_gpu", "8", "rollout.ref_log_prob_micro_batch_size_per_gpu", 8),
+    (f"{VERL}.rollout.log_prob_micro_batch_size_per_gpu", "8", "rollout.log_prob_micro_batch_size_per_gpu", 8),
     ("actor_rollout_ref.rollout.rollout_filter_strategy", "top_p", "filter.rollout_filter_strategy", "top_p"),
     ("rollout_filter_strategy", "top_p", "filter.rollout_filter_strategy", "top_p"),
     ("actor_rollout_ref.rollout.rollout_filter_value", "1", "filter.rollout_filter_value", 1.0),
     ("rollout_filter_value", "1.0", "filter.rollout_filter_value", 1.0),
     ("actor_rollout_ref.rollout.rollout_filter_type", "largest", "filter.rollout_filter_type", "largest"),
     ("rollout_filter_type", "largest", "filter.rollout_filter_type", "largest"),
-    (
-        "actor_rollout_ref.rollout.rollout_filter_metric",
-        "reward_variance",
-        "filter.rollout_filter_metric",
-        "reward_variance",
-    ),
+    (f"{VERL}.rollout.rollout_filter_metric", "reward_variance", "filter.rollout_filter_metric", "reward_variance"),
     ("rollout_filter_metric", "reward_variance", "filter.rollout_filter_metric", "reward_variance"),
     ("rollout_filter_include_zero", "False", "filter.rollout_filter_include_zero", False),
     ("rollout_filter_top_p_prob_mode", "softmax", "filter.rollout_filter_top_p_prob_mode", "softmax"),
@@ -85,13 +72,9 @@ def test_a_zero_coefficient_switches_the_kl_loss_off(zero: object) -> None:
     assert apply_overrides(RunConfig(), {"use_kl_loss": True, "kl_loss_coef": "0.001"}).actor.use_kl_loss
 
 
-def test_a_config_survives_json() -> None:
+def test_a_config_survives_json_and_is_frozen() -> None:
     config = apply_overrides(RunConfig(), {"actor.betas": "[0.9, 0.95]", "trainer.logger": "['wandb']", "lam": "0.95"})
     assert RunConfig.model_validate(json.loads(config.model_dump_json())) == config
-
-
-def test_a_config_is_frozen() -> None:
-    config = RunConfig()
     with pytest.raises(ValueError, match="frozen"):
         config.actor.lr = 1.0  # type: ignore[misc]
 
@@ -111,19 +94,10 @@ def test_every_field_and_alias_names_a_field() -> None:
     bare_keys = Counter(field.rsplit(".", 1)[-1] for field in fields)
     unique_fields = [field for field in fields if bare_keys[field.rsplit(".", 1)[-1]] == 1]
     assert [resolve_key(field.rsplit(".", 1)[-1]) for field in unique_fields] == unique_fields
-
-
-@pytest.mark.parametrize(
-    ("key", "field"),
-    [
-        ("env.success_rate", "env.frozenlake.success_rate"),
-        ("success_rate", "env.frozenlake.success_rate"),
-        ("env.colors", "env.mastermind.colors"),
-        ("algorithm.horizon", "algorithm.kl_ctrl.horizon"),
-    ],
-)
-def test_inner_sections_may_be_left_out(key: str, field: str) -> None:
-    assert resolve_key(key) == field
+    # Inner sections may be left out.
+    assert resolve_key("env.success_rate") == resolve_key("success_rate") == "env.frozenlake.success_rate"
+    assert resolve_key("env.colors") == "env.mastermind.colors"
+    assert resolve_key("algorithm.horizon") == "algorithm.kl_ctrl.horizon"
 
 
 @pytest.mark.parametrize(
@@ -180,6 +154,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
         ({"model.dtype": "float16", **overrides}, r"model\.dtype=float16: .*model\.dtype=bfloat16")
         for overrides in ({"trainer.strategy": "deepspeed"}, {"trainer.n_gpus_per_node": 2})
     ),
+    ({"actor.tis_imp_ratio_cap": 2.0, "actor.tis_imp_ratio_floor": 0.5}, "needs tis_mode=token_mask or sequence_mask"),
     ({"model.lora_rank": -1}, "lora_rank=-1: must be greater than or equal to 0"),
     ({"model.lora_alpha": 0}, "lora_alpha=0: must be greater than 0"),
     *(({"model.lora_target_modules": value}, LORA_TARGETS) for value in ("[q_proj,embed_tokens]", "[]", 3, None)),
@@ -196,15 +171,9 @@ def test_settings_that_no_run_can_have_are_refused(overrides: dict[str, object],
     assert str(refusal.value).count(": must be ") <= 1
 
 
-@pytest.mark.parametrize(
-    ("overrides", "field", "value"),
-    [
-        ({"model.loss_scale": 2.0**40}, "model.loss_scale", 2.0**40),
-        ({"trainer.logger": "[console,wandb]"}, "trainer.logger", ("console", "wandb")),
-    ],
-)
-def test_forms_of_values(overrides: dict[str, object], field: str, value: object) -> None:
-    assert attrgetter(field)(apply_overrides(RunConfig(), overrides)) == value
+def test_forms_of_values() -> None:
+    config = apply_overrides(RunConfig(), {"model.loss_scale": 2.0**40, "trainer.logger": "[console,wandb]"})
+    assert (config.model.loss_scale, config.trainer.logger) == (2.0**40, ("console", "wandb"))
 
 
 HALF, TOP_K, LAKE = {"model.dtype": "float16"}, {"rollout_filter_strategy": "top_k"}, {"env.name": "frozenlake"}
@@ -224,6 +193,7 @@ HASHED: list[tuple[dict[str, object], dict[str, object], bool]] = [
             {"model.loss_scale": 1024},
             {"model.lora_alpha": 32, "model.lora_target_modules": "q_proj"},
             {"actor.tpo_eta": 2.0},
+            {"actor.tis_mode": "token_mask"},
             {"env.success_rate": 0.5, "env.colors": 6},
         )
     ),
@@ -238,10 +208,18 @@ HASHED: list[tuple[dict[str, object], dict[str, object], bool]] = [
             {"filter.rollout_filter_selection_eps": 0.5},
             {"model.head_dtype": "float32"},
             {"model.lora_rank": 8},
+            {"rollout.weight_noise": 0.1},
             LAKE,
         )
     ),
     (HALF, {"model.loss_scale": 1024}, True),
+    # Where the engine shares the weights of the trainer, nothing is recomputed.
+    ({"rollout.name": "torch"}, {"rollout.recompute_logprobs": False}, False),
+    ({"rollout.name": "torch", "rollout.weight_noise": 0.1}, {"rollout.recompute_logprobs": False}, True),
+    ({"actor.tis_imp_ratio_cap": 2.0}, {"actor.tis_mode": "token_mask"}, True),
+    ({"actor.policy_loss": "tpo", "algorithm.adv_estimator": "group_skill"}, {"actor.tpo_eta": 2.0}, True),
+    ({"use_kl_loss": True, "kl_loss_coef": 1.0}, {"model.reference_path": "sokoban-tiny-teacher"}, True),
+    ({"trainer.measure_val_kl": False}, {"model.reference_path": "sokoban-tiny-teacher"}, False),
     ({"model.dtype": "float32"}, {"model.head_dtype": "float32"}, False),
     (TOP_K, {"filter.rollout_filter_selection_eps": 0.5}, False),
     ({"model.lora_rank": 8}, {"model.lora_alpha": 32}, True),
@@ -292,10 +270,8 @@ def test_layers_are_chosen_by_name(typed: object, expected: object) -> None:
 
 @pytest.mark.slow
 def test_a_run_without_adapters_does_not_import_peft() -> None:
-    code = (
-        "import sys; from tests.fakes.trainers import make_quiet_trainer; make_quiet_trainer().step(); "
-        "print('peft' in sys.modules)"
-    )
+    step = "from tests.fakes.trainers import make_quiet_trainer; make_quiet_trainer().step()"
+    code = f"import sys; {step}; print('peft' in sys.modules)"
     root = Path(__file__).parents[3]
     process = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert process.stdout.strip() == "False"

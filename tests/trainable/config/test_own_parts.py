@@ -16,9 +16,8 @@ def _registered() -> None:
 
 
 def use_loss(path: str = "first.py") -> RunConfig:
-    return apply_overrides(
-        RunConfig(), {"actor.policy_loss": f"{path}:loss", "trainer.own_stop_rules": "[first.py:rule]"}
-    )
+    settings = {"actor.policy_loss": f"{path}:loss", "trainer.own_stop_rules": "[first.py:rule]"}
+    return apply_overrides(RunConfig(), settings)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +51,7 @@ def test_a_configuration_pins_its_parts_to_the_text_of_their_file() -> None:
     assert RunConfig().compute_hash() not in (changed.compute_hash(), pinned.compute_hash())
     # Both texts stay known, and each configuration finds its own.
     assert own_parts.get_part(pinned.actor.policy_loss) is not own_parts.get_part(changed.actor.policy_loss)
-
-
-def test_settings_that_only_choices_of_the_package_read_are_not_hashed() -> None:
+    # Settings that only choices of the package read are not hashed.
     other = apply_overrides(use_loss(), {"actor.clip_ratio_high": 0.5, "actor.tpo_eta": 2})
     assert own_parts.pin_parts(other).compute_hash() == own_parts.pin_parts(use_loss()).compute_hash()
 
@@ -89,9 +86,8 @@ def test_a_file_that_cannot_be_executed_is_refused_with_its_line(text: str, mess
 
 
 def test_a_choice_says_what_is_allowed() -> None:
-    with pytest.raises(
-        ConfigError, match=r"actor\.policy_loss=ppo: must be 'ppo_clip', 'tpo' or a part of yours, FILE\.py:NAME"
-    ):
+    message = r"actor\.policy_loss=ppo: must be 'ppo_clip', 'tpo' or a part of yours, FILE\.py:NAME"
+    with pytest.raises(ConfigError, match=message):
         apply_overrides(RunConfig(), {"actor.policy_loss": "ppo"})
     with pytest.raises(ConfigError, match=r"own_stop_rules\.0=rule: must be a part of yours"):
         apply_overrides(RunConfig(), {"trainer.own_stop_rules": "[rule]"})
@@ -100,14 +96,12 @@ def test_a_choice_says_what_is_allowed() -> None:
 
 
 def test_what_is_known_of_parts_of_the_user() -> None:
-    config = apply_overrides(
-        use_loss(), {"filter.rollout_filter_strategy": "first.py:rule", "filter.rollout_filter_value": 7}
-    )
+    filter_settings = {"filter.rollout_filter_strategy": "first.py:rule", "filter.rollout_filter_value": 7}
+    config = apply_overrides(use_loss(), filter_settings)
     assert not config.actor.loss.needs_whole_groups
     assert config.filter.strategy.takes_any_value
     estimator = apply_overrides(RunConfig(), {"algorithm.adv_estimator": "first.py:loss"}).algorithm.estimator
     assert (estimator.needs_critic, estimator.is_skill) == (False, False)
-    rules = [
-        apply_overrides(UpdateRuleConfig(), {"method": "first.py:rule", "group_size": size}).rule for size in (1, 4)
-    ]
-    assert [rule.has_groups for rule in rules] == [False, True]
+    for size in (1, 4):
+        config = apply_overrides(UpdateRuleConfig(), {"method": "first.py:rule", "group_size": size})
+        assert config.rule.has_groups == (size > 1)

@@ -43,9 +43,7 @@ TIME_NAMES = {"seconds_collapse_first_turn", "seconds_collapse_multi_turn"}
 def diagnose(
     rollout: Rollout, seed: int = 0, averages: Mapping[str, Mapping[str, float]] | None = None, **settings: object
 ) -> Diagnosis:
-    detection_config = CollapseDetectionConfig.model_validate(
-        {"num_samples": SAMPLES, "all_quantities": True, **settings}
-    )
+    detection_config = CollapseDetectionConfig(**{"num_samples": SAMPLES, "all_quantities": True, **settings})
     model, codec, episodes = rollout
     return diagnose_episodes(model, codec, episodes, detection_config, averages or {}, np.random.default_rng(seed))
 
@@ -92,20 +90,15 @@ def select_sample(row: Mapping[str, float], sample: str) -> dict[str, float]:
     }
 
 
-def assert_quantities_close(quantities: Mapping[str, float], expected: Mapping[str, float]) -> None:
-    assert quantities.keys() == expected.keys()
-    assert quantities == pytest.approx(expected, rel=1e-4, abs=1e-5)
-
-
 # ---------------------------------------------------------------------------- quantities
 
 
 @pytest.mark.parametrize("sample", ["first_turn", "trajectory"])
 def test_every_quantity_is_that_of_whole_sequences(rollout: Rollout, sample: str) -> None:
-    assert_quantities_close(
-        select_sample(diagnose(rollout, 5).row, sample),
-        compute_literal_quantities(rollout.model, draw_pairs(rollout, 5)[sample]),
-    )
+    expected = compute_literal_quantities(rollout.model, draw_pairs(rollout, 5)[sample])
+    quantities = select_sample(diagnose(rollout, 5).row, sample)
+    assert quantities.keys() == expected.keys()
+    assert quantities == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 def test_the_score_of_a_thought_is_that_of_the_sampler(rollout: Rollout) -> None:
@@ -130,10 +123,8 @@ def test_the_shuffled_control_has_its_expected_accuracy(rollout: Rollout, sample
     classes = pairs.classes.tolist()
     own_classes = [classes[column] for column in pairs.own_columns]
     predicted_classes = [classes[oracle.select_top_k(scores, 1)[0]] for scores in score_pairs(rollout.model, pairs)]
-    expected = (
-        sum(predicted_classes.count(class_id) * own_classes.count(class_id) for class_id in set(classes))
-        / len(own_classes) ** 2
-    )
+    matches = sum(predicted_classes.count(class_id) * own_classes.count(class_id) for class_id in set(classes))
+    expected = matches / len(own_classes) ** 2
     row = diagnose(partial_rollout).row
     # The accuracy of one shuffle has a standard error of at most about 1 / sqrt(12), the mean of 100 a tenth of that.
     assert row[f"collapse_{sample}_retrieval_shuffled"] == pytest.approx(expected, abs=0.1)
@@ -146,10 +137,8 @@ def test_a_policy_without_attention_has_no_information_and_keeps_its_entropy(rol
     with torch.no_grad():
         for block in blind_model.model.blocks:
             block.self_attn.o_proj.weight.zero_()
-    blind_quantities, quantities = (
-        select_sample(diagnose(each_rollout).row, "first_turn")
-        for each_rollout in (rollout._replace(model=blind_model), rollout)
-    )
+    blind_quantities = select_sample(diagnose(rollout._replace(model=blind_model)).row, "first_turn")
+    quantities = select_sample(diagnose(rollout).row, "first_turn")
     for name in ("mi_estimate", "mi_seq_estimate", "mi_estimate_paper"):
         assert blind_quantities[name] == pytest.approx(0, abs=1e-5)
         assert quantities[name] > 0.1
@@ -165,14 +154,10 @@ def test_averages_start_at_the_first_std_and_keep_nine_tenths(rollout: Rollout) 
     for sample in ("first_turn", "trajectory"):
         first_quantities, second_quantities = select_sample(first.row, sample), select_sample(second.row, sample)
         assert first.averages[sample] == {name: first_quantities[name] for name in first.averages[sample]}
-        assert {name: second_quantities[name] for name in compute_smoothed([first_quantities])} == pytest.approx(
-            compute_smoothed([first_quantities, second_quantities]), rel=1e-12
-        )
-        assert (
-            second.averages[sample]["marginal_std"]
-            == second_quantities["marginal_std_ema"]
-            != first_quantities["marginal_std"]
-        )
+        expected = compute_smoothed([first_quantities, second_quantities])
+        assert {name: second_quantities[name] for name in expected} == pytest.approx(expected, rel=1e-12)
+        average = second.averages[sample]["marginal_std"]
+        assert average == second_quantities["marginal_std_ema"] != first_quantities["marginal_std"]
 
 
 def test_a_sample_that_is_not_measured_leaves_its_average_as_it_was(rollout: Rollout) -> None:
@@ -202,6 +187,10 @@ def test_switching_a_sample_off_leaves_the_other_as_it_is(rollout: Rollout) -> N
     assert row_of_both == {**first_turn_row, **trajectory_row}
     assert first_turn_row.keys() == COVERAGE_COLUMNS | FIRST_TURN_COLUMNS - TIME_NAMES
     assert trajectory_row.keys() == COVERAGE_COLUMNS | TRAJECTORY_COLUMNS
+    diagnosis = diagnose(rollout, averages={"first_turn": {}}, first_turn_enabled=False, multi_turn_enabled=False)
+    turns = [turn for episode in read_turns(rollout.episodes, rollout.codec) for turn in episode]
+    assert diagnosis.row == {"collapse_valid_thinking_rate": sum(turn.is_valid for turn in turns) / len(turns)}
+    assert diagnosis.averages == {"first_turn": {}}
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -233,17 +222,12 @@ def test_a_row_has_the_columns_of_the_records(rollout: Rollout) -> None:
     assert all(type(value) in (int, float) and np.isfinite(value) for value in row.values())
     assert {name for name in row if name in TIME_COLUMNS} == TIME_NAMES
     assert len(COLUMNS) == 2 * 38 + 4 + 2
-
-
-def test_without_the_setting_a_row_has_fewer_columns_with_the_same_numbers(rollout: Rollout) -> None:
+    # Without the setting, a row has fewer columns with the same numbers.
     averages = diagnose(rollout).averages
-    full_diagnosis, regular_diagnosis = (
-        diagnose(rollout, 1, averages, all_quantities=all_quantities) for all_quantities in (True, False)
-    )
+    full_diagnosis, regular_diagnosis = (diagnose(rollout, 1, averages, all_quantities=each) for each in (True, False))
     assert regular_diagnosis.row.keys() == REGULAR_COLUMNS
-    assert drop_times(regular_diagnosis.row) == {
-        name: value for name, value in drop_times(full_diagnosis.row).items() if name in REGULAR_COLUMNS
-    }
+    regular_row = drop_times(regular_diagnosis.row)
+    assert regular_row == {name: full_diagnosis.row[name] for name in regular_row}
     assert regular_diagnosis.averages == full_diagnosis.averages
     assert len(REGULAR_COLUMNS) == 2 * 10 + 4 + 2
 
@@ -279,18 +263,10 @@ def test_published_keys_are_the_columns_in_the_published_spelling() -> None:
             assert column.published_key.replace("_sample/", "_").replace("/", "_").replace("@", "_at_") == column.name
 
 
-def test_with_both_samples_off_there_is_only_coverage(rollout: Rollout) -> None:
-    diagnosis = diagnose(rollout, averages={"first_turn": {}}, first_turn_enabled=False, multi_turn_enabled=False)
-    turns = [turn for episode in read_turns(rollout.episodes, rollout.codec) for turn in episode]
-    assert diagnosis.row == {"collapse_valid_thinking_rate": sum(turn.is_valid for turn in turns) / len(turns)}
-    assert diagnosis.averages == {"first_turn": {}}
-
-
 def test_one_group_has_no_first_turn_sample(rollout: Rollout) -> None:
     one_group = rollout._replace(episodes=[episode for episode in rollout.episodes if episode.group == 0])
-    twin_groups = one_group._replace(
-        episodes=[*one_group.episodes, *(episode._replace(group=1) for episode in one_group.episodes)]
-    )
+    twins = [episode._replace(group=1) for episode in one_group.episodes]
+    twin_groups = one_group._replace(episodes=[*one_group.episodes, *twins])
     for group_rollout in (one_group, twin_groups):
         diagnosis = diagnose(group_rollout)
         assert diagnosis.row.keys() == COVERAGE_COLUMNS | FIRST_TURN_COUNTS | TRAJECTORY_COLUMNS | TIME_NAMES
@@ -305,14 +281,11 @@ def remove_thought_ends(rollout: Rollout) -> Rollout:
     return rollout._replace(episodes=episodes)
 
 
-def test_without_a_thought_there_is_only_coverage(rollout: Rollout) -> None:
+def test_without_a_thought_or_a_finite_score_there_is_only_coverage(rollout: Rollout) -> None:
     diagnosis = diagnose(remove_thought_ends(rollout))
     assert diagnosis.row.keys() == COVERAGE_COLUMNS | FIRST_TURN_COUNTS | TIME_NAMES
     assert diagnosis.row["collapse_valid_thinking_rate"] == diagnosis.row["collapse_first_turn_num_valid"] == 0
     assert diagnosis.averages == {}
-
-
-def test_scores_that_are_not_finite_are_left_out(rollout: Rollout) -> None:
     broken_model = load_policy("sokoban-tiny", torch.device("cpu")).model
     with torch.no_grad():
         broken_model.model.norm.weight.mul_(3e38)

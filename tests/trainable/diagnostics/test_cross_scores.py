@@ -62,10 +62,8 @@ def assert_scores_close(scores: Tensor, expected: Tensor) -> None:
 def test_any_lengths_beginnings_repeats_and_limits_give_the_same_scores(seed: int) -> None:
     rng = np.random.default_rng(seed)
     model = make_layout(*LAYOUTS[int(rng.integers(len(LAYOUTS)))])
-    prompts, thoughts = (
-        draw_sequences(rng, int(rng.integers(1, 5)), 20),
-        draw_similar_sequences(rng, int(rng.integers(1, 7)), 7),
-    )
+    prompts = draw_sequences(rng, int(rng.integers(1, 5)), 20)
+    thoughts = draw_similar_sequences(rng, int(rng.integers(1, 7)), 7)
     prompts += [prompts[0], [*prompts[0], 3]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cross_scores, "PASS_TOKENS", int(rng.integers(1, 60)))
@@ -73,25 +71,18 @@ def test_any_lengths_beginnings_repeats_and_limits_give_the_same_scores(seed: in
     assert_scores_close(scores, score_naively(model, prompts, thoughts))
 
 
-def test_a_prompt_and_a_thought_of_one_token_each(grouped_model: Qwen2) -> None:
+def test_scores_of_few_tokens_sum_to_likelihoods(grouped_model: Qwen2) -> None:
     scores = compute_cross_scores(grouped_model, [[4], [9]], [[7]])
     assert_scores_close(scores, score_naively(grouped_model, [[4], [9]], [[7]]))
     total = compute_cross_scores(grouped_model, [[4]], [[token] for token in range(23)]).exp().sum()
     assert float(total) == pytest.approx(1, abs=1e-5)
-
-
-def test_thoughts_of_two_tokens_sum_to_the_likelihood_of_the_first(grouped_model: Qwen2) -> None:
     first = compute_cross_scores(grouped_model, [[1, 2, 3]], [[5]])
     pairs = compute_cross_scores(grouped_model, [[1, 2, 3]], [[5, token] for token in range(23)])
     assert_scores_close(pairs.logsumexp(0), first[0])
-
-
-def test_arrays_have_the_scores_of_lists(grouped_model: Qwen2) -> None:
     prompts, thoughts = [[1, 2], [3]], [[4, 5], [6]]
     arrays = [[np.array(tokens) for tokens in sequences] for sequences in (prompts, thoughts)]
-    assert torch.equal(
-        compute_cross_scores(grouped_model, *arrays), compute_cross_scores(grouped_model, prompts, thoughts)
-    )
+    scores = compute_cross_scores(grouped_model, prompts, thoughts)
+    assert torch.equal(compute_cross_scores(grouped_model, *arrays), scores)
 
 
 # ---------------------------------------------------------------------------- passes
@@ -183,18 +174,15 @@ def test_a_tree_sees_its_row_and_its_ancestors_and_leaves_the_cache_alone(model:
         model.model.extend(padded, steps.clamp_min(0), steps >= 0, cache)
         cache_tensors = [*cache.keys, *cache.values, cache.bias]
         copies = [tensor.clone() for tensor in cache_tensors]
-        states = model.model.forward_tree(
-            torch.tensor([branch[-1] for branch in branches]), depths, can_attend, lengths, cache
-        )
+        last_tokens = torch.tensor([branch[-1] for branch in branches])
+        states = model.model.forward_tree(last_tokens, depths, can_attend, lengths, cache)
         assert cache.used_slots == 4
         assert all(torch.equal(tensor, copy) for tensor, copy in zip(cache_tensors, copies, strict=True))
         for row, prompt in enumerate(prompts):
             for node, branch in enumerate(branches):
-                sequence = torch.tensor([prompt + branch])
-                assert_scores_close(
-                    states[row, node],
-                    model.model.compute_hidden_states(sequence, torch.tensor([sequence.shape[1] - 1]))[0],
-                )
+                last_position = torch.tensor([len(prompt + branch) - 1])
+                expected = model.model.compute_hidden_states(torch.tensor([prompt + branch]), last_position)
+                assert_scores_close(states[row, node], expected[0])
 
 
 # ---------------------------------------------------------------------------- ranks
@@ -203,14 +191,11 @@ def test_a_tree_sees_its_row_and_its_ancestors_and_leaves_the_cache_alone(model:
 @pytest.mark.parametrize("size", [2, 3, 9])
 def test_scores_of_ranks_sum_to_all_scores(grouped_model: Qwen2, size: int) -> None:
     rng = np.random.default_rng(4)
-    prompts, thoughts = (
-        draw_sequences(rng, 5, 8),
-        draw_similar_sequences(rng, 6, 5),
-    )  # there can be more ranks than prompts
+    # There can be more ranks than prompts.
+    prompts, thoughts = draw_sequences(rng, 5, 8), draw_similar_sequences(rng, 6, 5)
     all_scores = compute_cross_scores(grouped_model, prompts, thoughts)
-    rank_scores = [
-        compute_cross_scores(grouped_model, prompts, thoughts, world=World(rank, size)) for rank in range(size)
-    ]
+    worlds = [World(rank, size) for rank in range(size)]
+    rank_scores = [compute_cross_scores(grouped_model, prompts, thoughts, world=world) for world in worlds]
     num_ranks = torch.stack([scores != 0 for scores in rank_scores]).sum(0)
     assert bool((num_ranks == 1).all())  # each pair is scored by exactly one rank
     torch.testing.assert_close(torch.stack(rank_scores).sum(0), all_scores, rtol=1e-5, atol=1e-5)

@@ -4,11 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fakes.trainers import copy_weights, drop_times, make_quiet_trainer
-from tests.trainable.diagnostics.test_gradient_probe import ANALYSIS, GROUPS, SIZE, make_trained_trainer
+from tests.fakes.trainers import copy_weights, drop_times, has_changed, has_same_weights, make_quiet_trainer
+from tests.trainable.diagnostics.test_gradient_probe import (
+    ANALYSIS,
+    GROUPS,
+    SIZE,
+    make_trained_trainer,
+    make_untrained_trainer,
+)
 from trainable.diagnostics.gradient_analysis import analyze_gradients
-from trainable.ppo.trainer import PPOTrainer
-from trainable.rollout.episode import Episode
 from trainable.runs.records import GRADIENT_COLUMNS
 
 
@@ -31,8 +35,7 @@ def test_an_analysis_leaves_weights_optimizers_gradients_and_streams_alone() -> 
     old_weights, old_budget = copy_weights(trainer), trainer.total_budget
     torch_state, numpy_state = torch.random.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index,union-attr]  # noqa: NPY002
     analyze_gradients(trainer, [])
-    new_weights = copy_weights(trainer)
-    assert all(torch.equal(old_weights[name], new_weights[name]) for name in old_weights)
+    assert not has_changed(trainer, old_weights, "")
     assert trainer.total_budget == old_budget
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
     assert torch.equal(torch.random.get_rng_state(), torch_state)
@@ -41,27 +44,19 @@ def test_an_analysis_leaves_weights_optimizers_gradients_and_streams_alone() -> 
 
 @pytest.mark.long
 def test_training_is_the_same_with_and_without_analyses() -> None:
-    analyzing_trainer, plain_trainer = (
-        make_quiet_trainer(**ANALYSIS),
-        make_quiet_trainer(**{**ANALYSIS, "trainer__gradient_analysis_mode": False}),
-    )
+    analyzing_trainer, plain_trainer = make_quiet_trainer(**ANALYSIS), make_untrained_trainer()
     for step in (1, 2, 3):
         analyzed_step, plain_step = analyzing_trainer.step(), plain_trainer.step()
         assert drop_times(analyzed_step.row) == drop_times(plain_step.row)
         assert bool(analyzed_step.gradients) == (step in (1, 3)) == ("seconds_gradient_analysis" in analyzed_step.row)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(copy_weights(analyzing_trainer).values(), copy_weights(plain_trainer).values(), strict=True)
-    )
+    assert has_same_weights(analyzing_trainer, plain_trainer)
 
 
 @pytest.mark.long
 def test_the_lines_have_the_columns_and_no_number_that_json_lacks() -> None:
     lines = make_quiet_trainer(**ANALYSIS).step().gradients
-    assert [(line["step"], line["source"], line["prefilter"]) for line in lines] == [
-        (1, "train", True),
-        (1, "train", False),
-    ]
+    kinds = [(line["step"], line["source"], line["prefilter"]) for line in lines]
+    assert kinds == [(1, "train", True), (1, "train", False)]
     columns = {column.name for column in GRADIENT_COLUMNS} - {"source", "prefilter"}
     for line in lines:
         for row in line["rows"]:
@@ -76,12 +71,10 @@ def test_the_lines_have_the_columns_and_no_number_that_json_lacks() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("prefilter", [True, False])
 def test_a_filter_that_keeps_nothing_has_a_row(prefilter: bool) -> None:
-    trainer = make_trained_trainer(
-        trainer__gradient_analysis_log_prefilter=prefilter, filter__rollout_filter_include_zero=False
-    )
-    equal_episodes = [
-        episode._replace(turn_rewards=[0.0] * len(episode.turn_rewards)) for episode in play_episodes(trainer)
-    ]
+    settings = {"trainer__gradient_analysis_log_prefilter": prefilter, "filter__rollout_filter_include_zero": False}
+    trainer = make_trained_trainer(**settings)
+    episodes = trainer.roll_out((trainer.val_levels * GROUPS)[:GROUPS], SIZE, "gradient_sampling")
+    equal_episodes = [episode._replace(turn_rewards=[0.0] * len(episode.turn_rewards)) for episode in episodes]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "roll_out", lambda *_: equal_episodes)
         *prefilter_lines, filtered_line = analyze_gradients(trainer, [])
@@ -91,10 +84,6 @@ def test_a_filter_that_keeps_nothing_has_a_row(prefilter: bool) -> None:
     assert (row["source_zero_std_groups"], row["source_batch_size"]) == (GROUPS, GROUPS * SIZE)
     assert filtered_line["groups"] == []
     assert {row["empty_after_filter"] for line in prefilter_lines for row in line["rows"]} <= {0}
-
-
-def play_episodes(trainer: PPOTrainer) -> list[Episode]:
-    return trainer.roll_out((trainer.val_levels * GROUPS)[:GROUPS], SIZE, "gradient_sampling")
 
 
 @pytest.mark.long
@@ -113,13 +102,11 @@ def test_an_analysis_is_due_at_the_first_step_and_every_so_many(every: int, expe
 
 @pytest.mark.long
 def test_a_run_that_only_analyzes_trains_nothing_and_ends_after_the_first_step() -> None:
-    trainer = make_quiet_trainer(
-        **ANALYSIS, trainer__gradient_analysis_only=True, trainer__exit_after_gradient_analysis=True
-    )
+    only = {"trainer__gradient_analysis_only": True, "trainer__exit_after_gradient_analysis": True}
+    trainer = make_quiet_trainer(**ANALYSIS, **only)
     assert trainer.config.trainer.total_training_steps == 1
     old_weights = copy_weights(trainer)
     result = trainer.step()
     assert result.gradients
     assert result.row["optimizer_steps"] == 0
-    new_weights = copy_weights(trainer)
-    assert all(torch.equal(old_weights[name], new_weights[name]) for name in old_weights)
+    assert not has_changed(trainer, old_weights, "")

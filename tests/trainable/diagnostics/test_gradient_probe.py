@@ -38,7 +38,7 @@ ANALYSIS: dict[str, object] = {
 
 def make_trained_trainer(**overrides: object) -> PPOTrainer:
     """Make a small trainer and train one step, so that policy and reference differ."""
-    trainer = make_quiet_trainer(**{**ANALYSIS, "trainer__gradient_analysis_mode": False, **overrides})
+    trainer = make_untrained_trainer(**overrides)
     trainer.step()
     return trainer
 
@@ -78,6 +78,10 @@ def index_rows(findings: ProbeResult) -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["bucket"], row["component"]): row for row in findings.rows}
 
 
+def make_untrained_trainer(**overrides: object) -> PPOTrainer:
+    return make_quiet_trainer(**{**ANALYSIS, "trainer__gradient_analysis_mode": False, **overrides})
+
+
 def compute_plain_gradient(trainer: PPOTrainer, passes: Iterator[Any], component: str) -> torch.Tensor:
     """Compute the gradient of one term with plain backward passes, and read it from `.grad`."""
     trainer.model.zero_grad(set_to_none=True)
@@ -99,22 +103,23 @@ def test_the_whole_batch_is_its_plain_gradient_and_the_sum_of_its_buckets(mode: 
     whole_weights = compute_loss_weights(batch.mask, mode)
     episodes_by_bucket = list_episodes_by_bucket(prepared, findings)
     for component in ("task", "entropy", "kl", "total"):
-        whole_gradient = compute_plain_gradient(
-            trainer, make_weighted_passes(batch, prepared.targets, all_rows, whole_weights), component
-        )
+        whole_gradient = compute_weighted_gradient(trainer, prepared, all_rows, whole_weights, component)
         assert rows["all", component]["mean_norm"] == pytest.approx(float(whole_gradient.norm()), rel=1e-4)
         gradient_sum = torch.zeros_like(whole_gradient)
         for bucket, index in episodes_by_bucket.items():
-            bucket_gradient = (
-                compute_plain_gradient(
-                    trainer, make_weighted_passes(batch, prepared.targets, index, whole_weights[index]), component
-                )
-                / rows[bucket, component]["weight"]
-            )
+            bucket_gradient = compute_weighted_gradient(trainer, prepared, index, whole_weights[index], component)
+            bucket_gradient /= rows[bucket, component]["weight"]
             assert rows[bucket, component]["mean_norm"] == pytest.approx(float(bucket_gradient.norm()), rel=1e-4)
             gradient_sum += rows[bucket, component]["weight"] * bucket_gradient
         assert float((gradient_sum - whole_gradient).norm()) < 1e-5 * float(whole_gradient.norm())
     assert sum(rows[bucket, "task"]["weight"] for bucket in episodes_by_bucket) == pytest.approx(1)
+
+
+def compute_weighted_gradient(
+    trainer: PPOTrainer, prepared: PreparedBatch, rows: torch.Tensor, weights: torch.Tensor, component: str
+) -> torch.Tensor:
+    passes = make_weighted_passes(prepared.batch, prepared.targets, rows, weights)
+    return compute_plain_gradient(trainer, passes, component)
 
 
 def list_episodes_by_bucket(prepared: PreparedBatch, findings: ProbeResult) -> dict[str, torch.Tensor]:
@@ -135,17 +140,14 @@ def test_shares_and_cosines_are_those_of_the_plain_gradients() -> None:
     all_rows, mode = torch.arange(len(prepared.batch.lengths)), trainer.config.actor.loss_agg_mode
     loss_weights = compute_loss_weights(prepared.batch.mask, mode)
     gradients = {
-        name: compute_plain_gradient(
-            trainer, make_weighted_passes(prepared.batch, prepared.targets, all_rows, loss_weights), name
-        ).double()
+        name: compute_weighted_gradient(trainer, prepared, all_rows, loss_weights, name).double()
         for name in ("task", "entropy", "kl")
     }
     gradient_sum = sum(gradients.values())
     assert isinstance(gradient_sum, torch.Tensor)
     for name, gradient in gradients.items():
-        assert rows["all", name]["share"] == pytest.approx(
-            float(gradient @ gradient_sum / (gradient_sum @ gradient_sum)), rel=1e-3, abs=1e-6
-        )
+        expected_share = float(gradient @ gradient_sum / (gradient_sum @ gradient_sum))
+        assert rows["all", name]["share"] == pytest.approx(expected_share, rel=1e-3, abs=1e-6)
         for other in ("task", "entropy", "kl"):
             expected = float(gradient @ gradients[other] / gradient.norm() / gradients[other].norm())
             assert rows["all", name][f"cosine_{other}"] == pytest.approx(expected, rel=1e-3, abs=1e-5)
@@ -168,13 +170,10 @@ def test_the_published_norm_is_a_mean_over_mini_batches() -> None:
         for component in ("task", "entropy", "kl"):
             norms = []
             for mini_batch in index.split(6):
-                passes = make_passes(
-                    batch, prepared.targets, mini_batch, settings.loss_agg_mode, 2, batch.tokens.shape[1]
-                )
-                num_micro_batches = -(-len(mini_batch) // 2)
-                norms.append(
-                    float(compute_plain_gradient(trainer, passes, component).norm()) * num_micro_batches / 3
-                )  # as if the mini-batch were full
+                width, num_micro_batches = batch.tokens.shape[1], -(-len(mini_batch) // 2)
+                passes = make_passes(batch, prepared.targets, mini_batch, settings.loss_agg_mode, 2, width)
+                mini_batch_norm = float(compute_plain_gradient(trainer, passes, component).norm())
+                norms.append(mini_batch_norm * num_micro_batches / 3)  # as if the mini-batch were full
             row, norm = rows[bucket, component], float(np.mean(norms))
             assert row["norm"] == pytest.approx(norm, rel=1e-4)
             assert row["norm_per_sample"] == pytest.approx(norm / len(index), rel=1e-4)
@@ -200,10 +199,8 @@ def test_signal_and_noise_are_of_the_folds_mean_gradients() -> None:
     for group in torch.unique(batch.group_ids):
         index = (batch.group_ids == group).nonzero().squeeze(-1)
         share = float(loss_weights[index].sum())
-        fold_gradient = compute_plain_gradient(
-            trainer, make_weighted_passes(batch, prepared.targets, index, loss_weights[index]), "task"
-        ).double()
-        fold_gradients.append(fold_gradient / share)
+        fold_gradient = compute_weighted_gradient(trainer, prepared, index, loss_weights[index], "task")
+        fold_gradients.append(fold_gradient.double() / share)
         shares.append(share)
     gradients, fold_shares = torch.stack(fold_gradients), torch.tensor(shares, dtype=torch.float64)
     mean = fold_shares @ gradients
@@ -225,9 +222,8 @@ def test_sketches_approximate_the_numbers_of_full_gradients() -> None:
         assert sketched_row["signal"] == pytest.approx(row["signal"], abs=4 * tolerance * (row["mean_norm"] ** 2))
         assert sketched_row["share"] == pytest.approx(row["share"], abs=4 * tolerance * row["mean_norm"] / total)
         for other_component in ("task", "entropy", "kl"):
-            assert sketched_row[f"cosine_{other_component}"] == pytest.approx(
-                row[f"cosine_{other_component}"], abs=2 * tolerance
-            )
+            cosine = row[f"cosine_{other_component}"]
+            assert sketched_row[f"cosine_{other_component}"] == pytest.approx(cosine, abs=2 * tolerance)
         assert {key: sketched_row[key] for key in UNSKETCHED_COLUMNS} == {key: row[key] for key in UNSKETCHED_COLUMNS}
 
 
@@ -248,9 +244,8 @@ def test_buckets_have_groups_in_the_order_of_their_reward_std() -> None:
         assert row["reward_std_mean"] == pytest.approx(float(np.mean(stds)))
         assert row["group_count"] == len(stds)
     assert rows["all", "task"]["sample_count"] == len(prepared.batch.lengths)
-    assert sum(rows[bucket, "kl"]["sample_pct"] for bucket in ("bucket_1", "bucket_2", "bucket_3")) == pytest.approx(
-        100
-    )
+    percentages = [rows[f"bucket_{number}", "kl"]["sample_pct"] for number in (1, 2, 3)]
+    assert sum(percentages) == pytest.approx(100)
 
 
 @pytest.mark.long
@@ -265,11 +260,7 @@ def test_fixed_edges_leave_empty_buckets_out() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("kl_loss_type", "is_zero"), [("kl", False), ("mse", True), ("low_var_kl", True)])
 def test_the_kl_gradient_where_policy_and_reference_are_equal(kl_loss_type: str, is_zero: bool) -> None:
-    trainer = make_quiet_trainer(
-        **{**ANALYSIS, "trainer__gradient_analysis_mode": False, "actor__kl_loss_type": kl_loss_type}
-    )
-    _, findings = probe(trainer)
-    rows = index_rows(findings)
+    rows = index_rows(probe(make_untrained_trainer(actor__kl_loss_type=kl_loss_type))[1])
     kl, task = rows["all", "kl"], rows["all", "task"]
     if is_zero:  # the remainder is rounding, which has no ratio and no direction
         assert (kl["mean_norm"], kl["share"], kl["snr"], kl["cosine_task"]) == (0, 0, None, None)
@@ -284,14 +275,7 @@ def test_the_kl_gradient_where_policy_and_reference_are_equal(kl_loss_type: str,
 @pytest.mark.long
 @pytest.mark.parametrize("coefficient", thin_out([1e-9, 1e3], 2))
 def test_the_coefficient_does_not_decide_what_is_rounding(coefficient: float) -> None:
-    untrained_trainer = make_quiet_trainer(
-        **{
-            **ANALYSIS,
-            "trainer__gradient_analysis_mode": False,
-            "actor__kl_loss_type": "low_var_kl",
-            "actor__kl_loss_coef": coefficient,
-        }
-    )
+    untrained_trainer = make_untrained_trainer(actor__kl_loss_type="low_var_kl", actor__kl_loss_coef=coefficient)
     assert index_rows(probe(untrained_trainer)[1])["all", "kl"]["snr"] is None
     trained_row = index_rows(probe(make_trained_trainer(actor__kl_loss_coef=coefficient))[1])["all", "kl"]
     assert trained_row["snr"] is not None
@@ -311,11 +295,8 @@ def test_numbers_that_are_not_finite_are_missing_and_the_others_do_not_change() 
     nan_advantages = finite_advantages.clone()
     nan_advantages[0, int(prepared.batch.mask[0].nonzero()[0])] = torch.nan
     finite_rows, nan_rows = probe_rows(finite_advantages), probe_rows(nan_advantages)
-    affected_buckets = [
-        bucket
-        for bucket in dict.fromkeys(name for name, _ in nan_rows)
-        if nan_rows[bucket, "task"]["mean_norm"] is None
-    ]
+    buckets = dict.fromkeys(name for name, _ in nan_rows)
+    affected_buckets = [bucket for bucket in buckets if nan_rows[bucket, "task"]["mean_norm"] is None]
     assert len(affected_buckets) == 2
     assert "all" in affected_buckets
     for bucket, component in nan_rows:
@@ -326,18 +307,8 @@ def test_numbers_that_are_not_finite_are_missing_and_the_others_do_not_change() 
             assert {row[name] for name in ("mean_norm", "signal", "noise", "snr", "loss")} == {None}
             assert row.get("norm") is None
         else:
-            unchanged_names = (
-                "norm",
-                "mean_norm",
-                "signal",
-                "noise",
-                "snr",
-                "snr_low",
-                "loss",
-                "cosine_entropy",
-                "cosine_kl",
-            )
-            assert {name: row[name] for name in unchanged_names} == {name: finite_row[name] for name in unchanged_names}
+            names = ("norm", "mean_norm", "signal", "noise", "snr", "snr_low", "loss", "cosine_entropy", "cosine_kl")
+            assert {name: row[name] for name in names} == {name: finite_row[name] for name in names}
             assert row["mean_norm"] > 0
             assert row["cosine_task"] is None
 

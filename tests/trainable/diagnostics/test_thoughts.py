@@ -118,9 +118,8 @@ def test_a_prompt_is_the_whole_conversation_up_to_the_forced_start() -> None:
     episode = make_episode(replies)
     ((first, second),) = read_turns([episode], make_codec(TINY_TOKENIZER))
     assert TINY_TOKENIZER.decode(first.prompt.tolist()) == "<think>"
-    assert TINY_TOKENIZER.decode(second.prompt.tolist(), skip_special_tokens=False) == (
-        "<think>" + replies[0] + "Turn 1:\nState:\n<think>"
-    )
+    prompt = TINY_TOKENIZER.decode(second.prompt.tolist(), skip_special_tokens=False)
+    assert prompt == "<think>" + replies[0] + "Turn 1:\nState:\n<think>"
     assert np.array_equal(np.concatenate((second.prompt, second.thought)), episode.tokens[: len(second.prompt) + 1])
 
 
@@ -143,14 +142,9 @@ GROUPS = [0, 0, 1, 2, 2]
 
 
 def test_coverage_by_hand() -> None:
-    assert compute_thought_coverage(EPISODES) == pytest.approx(
-        {
-            "collapse_valid_thinking_rate": 5 / 9,
-            "collapse_first_turn_num_total": 5,
-            "collapse_first_turn_num_valid": 3,
-            "collapse_first_turn_valid_rate": 3 / 5,
-        }
-    )
+    coverage = {"num_total": 5, "num_valid": 3, "valid_rate": 3 / 5}
+    expected = {f"collapse_first_turn_{name}": value for name, value in coverage.items()}
+    assert compute_thought_coverage(EPISODES) == pytest.approx({"collapse_valid_thinking_rate": 5 / 9, **expected})
     assert set(compute_thought_coverage([]).values()) == {0}
 
 
@@ -160,9 +154,7 @@ def test_first_turns_are_paired_with_the_openings_of_their_groups() -> None:
     assert [list(prompt) for prompt in pairs.prompts] == [[1], [5], [1]]
     assert pairs.own_columns.tolist() == [0, 1, 2]
     assert pairs.classes.tolist() == [0, 1, 0]
-
-
-def test_a_group_without_a_valid_first_turn_has_no_column() -> None:
+    # A group without a valid first turn has no column.
     pairs = sample_first_turn_pairs(EPISODES, [0, 3, 1, 1, 0], 64, np.random.default_rng(0))
     assert [list(prompt) for prompt in pairs.prompts] == [[1], [5]]
     assert pairs.own_columns.tolist() == [0, 1, 1]
@@ -212,14 +204,12 @@ def test_trajectory_draws_have_one_column_each_and_weigh_episodes_equally() -> N
 
 
 def test_a_turn_drawn_twice_has_two_columns_of_one_class() -> None:
-    pairs = sample_trajectory_pairs(
-        [[make_turn([1], [2])], [make_turn([1], [3]), make_turn([4], [5])]], 64, np.random.default_rng(0)
-    )
-    assert len(pairs.prompts) == 3  # as many draws as there are valid turns
-    class_of_prompt = {
-        tuple(prompt): number for prompt, number in zip(pairs.prompts, pairs.classes.tolist(), strict=True)
-    }
-    assert [class_of_prompt[tuple(prompt)] for prompt in pairs.prompts] == pairs.classes.tolist()
+    episodes = [[make_turn([1], [2])], [make_turn([1], [3]), make_turn([4], [5])]]
+    pairs = sample_trajectory_pairs(episodes, 64, np.random.default_rng(0))
+    prompts, classes = [tuple(prompt) for prompt in pairs.prompts], pairs.classes.tolist()
+    assert len(prompts) == 3  # as many draws as there are valid turns
+    class_of_prompt = dict(zip(prompts, classes, strict=True))
+    assert [class_of_prompt[prompt] for prompt in prompts] == classes
     assert len(set(class_of_prompt.values())) == len(class_of_prompt)
 
 

@@ -48,35 +48,25 @@ def test_answers(text: str, actions: tuple[str, ...], invalid: bool) -> None:
     assert read(make_answer(text), max_actions=2) == ParsedReply("why", actions, invalid)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "Up",
-        "Up || Left</answer>",
-        "why</think>Up",
-        "why</think><answer>Up",
-        "why <answer>Up</answer>",
-        "why</think> so <answer>Up</answer>",
-        "why<\\think><answer>Up</answer>",
-        "why</THINK><ANSWER>Up</ANSWER>",
-    ],
-)
+NO_ACTION = [
+    *("", "Up", "Up || Left</answer>", "why</think>Up", "why</think><answer>Up", "why <answer>Up</answer>"),
+    *("why</think> so <answer>Up</answer>", "why<\\think><answer>Up</answer>", "why</THINK><ANSWER>Up</ANSWER>"),
+]
+
+
+@pytest.mark.parametrize("text", NO_ACTION)
 def test_what_has_no_thought_and_answer_has_no_action(text: str) -> None:
     assert read(text, 2) == ParsedReply("", (), True)
-
-
-def test_space_may_stand_between_thought_and_answer_and_both_may_have_lines() -> None:
-    assert read("a\nb</think> \n\t<answer>Up\n||\nLeft</answer> and more", 2) == ParsedReply("a\nb", (UP, LEFT), False)
 
 
 def test_the_first_match_counts() -> None:
     reply = "a</think><answer>Up</answer>b</think><answer>Left</answer>"
     assert read(reply, 2) == ParsedReply("a", (UP,), False)
     # A closing tag that no answer follows belongs to the thought, whose tags are then taken out.
-    assert read("a</think> so <answer>Up</answer></think><answer>Left</answer>", 2) == ParsedReply(
-        "a so Up", (LEFT,), False
-    )
+    reply = "a</think> so <answer>Up</answer></think><answer>Left</answer>"
+    assert read(reply, 2) == ParsedReply("a so Up", (LEFT,), False)
+    # Space may stand between thought and answer, and both may have lines.
+    assert read("a\nb</think> \n\t<answer>Up\n||\nLeft</answer> and more", 2) == ParsedReply("a\nb", (UP, LEFT), False)
 
 
 def parse_literally(text: str, limit: int) -> tuple[list[str], bool]:
@@ -210,22 +200,14 @@ __##
 def test_the_full_prompt() -> None:
     prompt_template = make_prompt_template(Sokoban(), "full", 10)
     assert prompt_template.format_first_turn(Observation(1, LEVEL_123, 10)) == FULL_OPENING
-
-
-def test_the_full_prompt_of_a_later_turn() -> None:
     prompt_template = make_prompt_template(Sokoban("grid"), "full", 10)
     observation = Observation(3, LEVEL_123, 8, last_reward=-0.2, last_invalid=True)
     assert prompt_template.format_next_turn(observation) == FULL_FOLLOWING
     warning = "Your last answer held no valid action; the state has not changed.\n"
-    assert prompt_template.format_next_turn(observation._replace(last_invalid=False)) == FULL_FOLLOWING.replace(
-        warning, ""
-    )
-
-
-def test_the_full_prompt_names_its_own_limit_of_actions() -> None:
-    assert "You may take up to 7 actions," in make_prompt_template(Sokoban("grid"), "full", 7).format_first_turn(
-        Observation(1, LEVEL_123, 7)
-    )
+    text = prompt_template.format_next_turn(observation._replace(last_invalid=False))
+    assert text == FULL_FOLLOWING.replace(warning, "")
+    text = make_prompt_template(Sokoban("grid"), "full", 7).format_first_turn(Observation(1, LEVEL_123, 7))
+    assert "You may take up to 7 actions," in text
 
 
 def test_the_compact_prompt() -> None:

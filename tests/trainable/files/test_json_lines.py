@@ -32,12 +32,15 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "lines"
 
 
-def test_records_are_read_as_they_were_appended(path: Path) -> None:
+def test_records_are_read_as_they_were_appended(path: Path, tmp_path: Path) -> None:
     lines = read_lines(path)
     assert lines.records == RECORDS
     assert [line.number for line in lines.lines] == [1, 2, 3, 4]
     assert lines.damaged_numbers == []
     assert [set(json.loads(line)) for line in path.read_text().splitlines()] == [{"step", "x", "text", "checksum"}] * 4
+    missing = read_lines(tmp_path / "missing")
+    assert (missing.records, missing.end) == ([], LineEnd())
+    assert missing.contains(LineEnd())
 
 
 def test_the_checksum_is_that_of_the_definition(tmp_path: Path) -> None:
@@ -46,12 +49,6 @@ def test_the_checksum_is_that_of_the_definition(tmp_path: Path) -> None:
     second = hashlib.sha256(first.encode() + b'{"b": 2}').hexdigest()[:16]
     expected = f'{{"a": 1, "checksum": "{first}"}}\n{{"b": 2, "checksum": "{second}"}}\n'
     assert (tmp_path / "lines").read_text() == expected
-
-
-def test_a_file_that_does_not_exist_has_no_lines(tmp_path: Path) -> None:
-    lines = read_lines(tmp_path / "lines")
-    assert (lines.records, lines.end) == ([], LineEnd())
-    assert lines.contains(LineEnd())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float64("nan")])
@@ -140,12 +137,9 @@ def test_the_chain_continues_after_a_torn_line(path: Path) -> None:
         assert not lines.damaged_numbers
         assert [record["step"] for record in lines.records] == [1, 2, 3, *([4] if cut == 1 else []), 5]
         assert lines.contains(end)
-
-
-def test_zeros_after_a_crash_are_a_torn_line(path: Path) -> None:
+    path.write_bytes(whole)
     end = read_lines(path).end
-    with path.open("ab") as file:
-        file.write(bytes(40))  # what some file systems leave after a power cut
+    path.write_bytes(whole + bytes(40))  # what some file systems leave after a power cut
     append_line(path, {"step": 5}, end)
     assert [record["step"] for record in read_lines(path).records] == [1, 2, 3, 4, 5]
 
@@ -200,10 +194,8 @@ def test_abandoned_lines_do_not_count_and_their_damage_does_not_either(path: Pat
 def test_an_end_right_after_abandoned_lines_is_contained(path: Path) -> None:
     """A row may vouch for a file that has had no line since some of its lines were abandoned."""
     for valid_count in (0, 2, 4):
-        valid_end = (
-            LineEnd() if not valid_count else LineEnd(valid_count, read_lines(path).lines[valid_count - 1].checksum)
-        )
-        end = abandon_lines(path, valid_end, read_lines(path).end)
+        checksums = ["", *(line.checksum for line in read_lines(path).lines)]
+        end = abandon_lines(path, LineEnd(valid_count, checksums[valid_count]), read_lines(path).end)
         lines = read_lines(path)
         assert lines.end == end
         assert lines.contains(end)

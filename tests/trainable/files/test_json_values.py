@@ -14,12 +14,9 @@ def test_damage_is_an_error_that_names_the_file(tmp_path: Path, content: bytes) 
         read_json(tmp_path / "study.json")
 
 
-def test_a_missing_file_is_not_a_damaged_one(tmp_path: Path) -> None:
+def test_a_missing_file_is_not_a_damaged_one_and_a_link_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_json(tmp_path / "study.json")
-
-
-def test_a_link_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("{}")
     (tmp_path / "study.json").symlink_to(tmp_path / "secret")
     with pytest.raises(UnsafePathError, match=r"study\.json is a symbolic link"):
@@ -36,9 +33,6 @@ def test_an_object_is_read_as_it_was_written(tmp_path: Path) -> None:
     # White space and the order of keys are no part of the content.
     path.write_text(json.dumps(dict(reversed(json.loads(path.read_text()).items()))))
     assert read_object(path) == OBJECT
-
-
-def test_tuples_and_infinite_numbers_match_their_checksum(tmp_path: Path) -> None:
     write_object(tmp_path / "run.json", {"values": (1, 2), 3: float("inf")})
     assert read_object(tmp_path / "run.json") == {"values": [1, 2], "3": float("inf")}
 
@@ -66,14 +60,11 @@ def test_an_object_without_its_checksum_is_damaged(tmp_path: Path, content: str)
     assert find_object(tmp_path / "missing.json") is None
 
 
-def test_a_file_of_many_gigabytes_is_not_read(tmp_path: Path) -> None:
+def test_a_file_of_many_gigabytes_is_not_read_and_a_message_shows_control_characters(tmp_path: Path) -> None:
     with (tmp_path / "run.json").open("wb") as file:
         file.truncate(MAX_BYTES + 1)
     with pytest.raises(DamagedFileError, match="at most 67108864 are read"):
         read_json(tmp_path / "run.json")
-
-
-def test_a_message_shows_control_characters(tmp_path: Path) -> None:
     path = tmp_path / "a\x1b[2J.json"
     path.write_text("{")
     with pytest.raises(DamagedFileError, match=r"a\\x1b\[2J\.json is damaged"):

@@ -85,7 +85,7 @@ def test_a_pass_without_a_requested_position_has_gradients_of_zero() -> None:
     assert not any(gradient.any() for gradient in gradients.values())
 
 
-def test_scores_of_any_size_are_finite() -> None:
+def test_scores_of_any_size_are_finite_and_a_number_that_is_not_stays_visible() -> None:
     model = make_random_model(make_qwen2_shape(), seed=3, std=0.25)
     with torch.no_grad():
         for block in model.model.blocks:
@@ -96,9 +96,6 @@ def test_scores_of_any_size_are_finite() -> None:
     )
     torch.testing.assert_close(hidden, expected, rtol=1e-3, atol=1e-3)
     assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
-
-
-def test_a_number_that_is_not_finite_stays_visible() -> None:
     model = make_random_model(make_qwen2_shape(), seed=3, std=0.25)
     with torch.no_grad():
         model.model.blocks[0].mlp.up_proj.weight[0, 0] = torch.nan

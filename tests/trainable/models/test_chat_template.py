@@ -75,10 +75,7 @@ def render(template: str, messages: list[dict[str, str]]) -> str:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=make_byte_tokenizer(), bos_token="<s>", eos_token="</s>")
-    text: str = tokenizer.apply_chat_template(
-        messages, chat_template=template, tokenize=False, add_generation_prompt=True
-    )
-    return text
+    return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=True)
 
 
 def make_messages(system: str, users: list[str], replies: list[str], has_system: bool) -> list[dict[str, str]]:
@@ -107,9 +104,13 @@ def test_turn_by_turn_is_what_transformers_renders(name: str, tmp_path: Path) ->
         assert (text == expected) == (name != "no marks")  # a sampled end marker stays in the conversation
 
 
-def test_a_blank_before_the_end_does_not_end_a_turn_twice(tmp_path: Path) -> None:
+def test_ends_that_take_blanks_with_them(tmp_path: Path) -> None:
     chat = read_format(tmp_path, BLANK_BEFORE_END)
     assert (chat.end_marker, chat.next_user_prefix) == ("</s>", "<s>[INST] ")
+    tokenizer = make_byte_tokenizer()
+    tokenizer.add_special_tokens([AddedToken("<|close|>", special=True, normalized=False, rstrip=True)])
+    chat = read_format(tmp_path, PLAIN.replace("<|im_end|>", "<|close|>"), tokenizer)
+    assert (chat.end_marker, chat.next_user_prefix) == ("<|close|>", "<|im_start|>user\n")
 
 
 def test_the_template_of_qwen_gives_the_default_prompts(tmp_path: Path) -> None:
@@ -138,13 +139,6 @@ def test_a_turn_has_the_tokens_that_it_has_in_the_whole(tmp_path: Path) -> None:
     assert next_turn.startswith("<|turn|>user\n\nReward:\n-0.2\n")
 
 
-def test_the_templates_own_file_goes_first_and_a_list_has_a_default(tmp_path: Path) -> None:
-    templates = [{"name": "tool_use", "template": NO_MARKS}, {"name": "default", "template": PLAIN}]
-    assert read_format(tmp_path, templates) == CHATML
-    (tmp_path / "chat_template.jinja").write_text(STRIPPING_TEMPLATE)
-    assert read_format(tmp_path, templates).strips_content
-
-
 def test_a_template_has_no_access_to_the_clock(tmp_path: Path) -> None:
     assert read_format(tmp_path, DATED).system_prefix == "Today is some day.\n<|im_start|>system\n"
 
@@ -155,14 +149,16 @@ def test_without_a_template_it_is_chatml_after_what_the_tokenizer_puts_first(
 ) -> None:
     setting = "auto" if template is None else "chatml"
     assert read_format(tmp_path, template, make_byte_tokenizer(), setting) == CHATML
-    assert (
-        read_format(tmp_path, template, make_byte_tokenizer(adds_start=True), setting).system_prefix
-        == "<s>" + CHATML.system_prefix
-    )
+    chat = read_format(tmp_path, template, make_byte_tokenizer(adds_start=True), setting)
+    assert chat.system_prefix == "<s>" + CHATML.system_prefix
 
 
-def test_no_tokenizer_config_is_no_template(tmp_path: Path) -> None:
+def test_the_templates_own_file_goes_first_and_a_list_has_a_default(tmp_path: Path) -> None:
     assert read_chat_format(tmp_path, make_byte_tokenizer(), 0) == CHATML
+    templates = [{"name": "tool_use", "template": NO_MARKS}, {"name": "default", "template": PLAIN}]
+    assert read_format(tmp_path, templates) == CHATML
+    (tmp_path / "chat_template.jinja").write_text(STRIPPING_TEMPLATE)
+    assert read_format(tmp_path, templates).strips_content
 
 
 OPENS_THOUGHTS = PLAIN.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
@@ -197,10 +193,3 @@ def test_a_tokenizer_that_cuts_turns_otherwise_is_refused(tmp_path: Path) -> Non
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="_", prepend_scheme="first")
     with pytest.raises(ValueError, match="give a turn other tokens alone than inside the conversation"):
         read_format(tmp_path, NO_MARKS, tokenizer)
-
-
-def test_an_end_that_takes_the_blanks_after_it(tmp_path: Path) -> None:
-    tokenizer = make_byte_tokenizer()
-    tokenizer.add_special_tokens([AddedToken("<|close|>", special=True, normalized=False, rstrip=True)])
-    chat = read_format(tmp_path, PLAIN.replace("<|im_end|>", "<|close|>"), tokenizer)
-    assert (chat.end_marker, chat.next_user_prefix) == ("<|close|>", "<|im_start|>user\n")

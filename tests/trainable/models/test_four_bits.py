@@ -98,12 +98,9 @@ def test_a_policy_has_the_logits_of_its_merged_weights(dtype: torch.dtype) -> No
 
 def test_gradients_of_adapters_are_those_over_the_dequantized_base() -> None:
     policy, twin = make_policy(), make_policy(in_4_bits=False)
-    merged_bases = {
-        name: module.compute_weight() for name, module in policy.named_modules() if isinstance(module, FourBitLinear)
-    }
-    for name, module in twin.named_modules():
-        if name in merged_bases:
-            module.weight.data.copy_(merged_bases[name])  # type: ignore[union-attr,operator]
+    for name, module in policy.named_modules():
+        if isinstance(module, FourBitLinear):
+            twin.get_submodule(name).weight.data.copy_(module.compute_weight())  # type: ignore[union-attr,operator]
     gradients = []
     for model in (policy, twin):
         compute_logits(model).square().mean().backward()
@@ -155,9 +152,7 @@ def test_the_plan_counts_the_bytes_of_the_base() -> None:
     assert stored_bytes / numbers == pytest.approx(memory.FOUR_BIT_BYTES, rel=2e-3)
 
     shape = read_shape("Qwen/Qwen2.5-3B")
-    plain, packed = (
-        make_paper_config(model__lora_rank=64, model__load_in_4bit=in_4_bits) for in_4_bits in (False, True)
-    )
+    plain, packed = (make_paper_config(model__lora_rank=64, model__load_in_4bit=each) for each in (False, True))
     layer_numbers = 36 * (2 * 2048 * 2048 + 2 * 2048 * 256 + 3 * 2048 * 11_008)
     saved_bytes = memory.compute_frozen_bytes(shape, plain) - memory.compute_frozen_bytes(shape, packed, in_4bit=True)
     biases = 36 * (2048 + 2 * 256)  # in float32, where bfloat16 weights have theirs in bfloat16
@@ -180,9 +175,8 @@ HUB_MODELS["qwen3_moe"] |= {"moe_intermediate_size": 64}
 def test_models_of_other_architectures_have_planned_bytes_and_merged_weights(model_type: str, tmp_path: Path) -> None:
     fields = ARCHITECTURES[model_type] | HUB_MODELS[model_type] | {"head_dim": 16}
     folder = write_model(make_model(model_type, fields), tmp_path)
-    config = make_small_config(
-        model__path=str(folder), model__lora_rank=4, model__load_in_4bit=True, model__dtype="bfloat16"
-    )
+    settings = {"model__lora_rank": 4, "model__load_in_4bit": True, "model__dtype": "bfloat16"}
+    config = make_small_config(model__path=str(folder), **settings)
     base = load_policy(str(folder), CPU, PassSettings(torch.bfloat16)).model
     names = {name for name, _ in iter_hub_weights(base)}
     base = make_frozen_base(base, config.model, CPU)

@@ -56,9 +56,8 @@ def test_gradients_are_those_of_the_models_own_forward(model_pair: tuple[Any, Hu
     slopes = torch.randn(4, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
     (model.lm_head(model.model.compute_hidden_states(tokens, positions)) * slopes).sum().backward()
     (twin(input_ids=tokens).logits.flatten(0, 1)[positions] * slopes).sum().backward()
-    expected_weights = {
-        id_.replace(f"{twin.base_model_prefix}.", "", 1): weight for id_, weight in twin.named_parameters()
-    }
+    prefix = f"{twin.base_model_prefix}."
+    expected_weights = {name.replace(prefix, "", 1): weight for name, weight in twin.named_parameters()}
     actual_weights = {name.removeprefix("model.base."): weight for name, weight in model.named_parameters()}
     assert actual_weights.keys() == expected_weights.keys()
     for name, weight in actual_weights.items():
@@ -109,9 +108,8 @@ def test_a_tree_after_a_cache_gives_what_its_paths_give(model_pair: tuple[Any, H
         for column, prompt in enumerate(prompts):
             tokens = torch.tensor([prompt + thought])
             with torch.no_grad():
-                logprobs = model.lm_head(
-                    model.model.compute_hidden_states(tokens, torch.arange(tokens.shape[1]))
-                ).log_softmax(-1)
+                hidden = model.model.compute_hidden_states(tokens, torch.arange(tokens.shape[1]))
+                logprobs = model.lm_head(hidden).log_softmax(-1)
             thought_logprobs = logprobs[len(prompt) - 1 : -1].gather(1, torch.tensor(thought)[:, None])
             assert float(sums[row, column]) == pytest.approx(float(thought_logprobs.sum()), rel=1e-4)
 
@@ -119,9 +117,8 @@ def test_a_tree_after_a_cache_gives_what_its_paths_give(model_pair: tuple[Any, H
 def test_greedy_replies_are_those_of_generate(model_pair: tuple[Any, HubModel]) -> None:
     causal, model = model_pair
     prompts = [[5, 6, 7, 8, 9], [11, 12]]
-    conversation = TorchSampler(model).start_conversation(
-        prompts, 1, SamplingParams(0.0, 12, 2), np.random.default_rng(0)
-    )
+    params, rng = SamplingParams(0.0, 12, 2), np.random.default_rng(0)
+    conversation = TorchSampler(model).start_conversation(prompts, 1, params, rng)
     replies = conversation.sample_replies([0, 1], [[], []])
     next_replies = conversation.sample_replies([0, 1], [[50, 51], [52]])
     for prompt, reply, observation, next_reply in zip(prompts, replies, [[50, 51], [52]], next_replies, strict=True):
@@ -156,17 +153,15 @@ def test_passes_in_bfloat16_are_near_those_in_float32(model_pair: tuple[Any, Hub
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_qwen2_through_transformers_is_our_own(tied: bool) -> None:
-    reference_model = make_random_model(
-        make_qwen2_shape(tie_word_embeddings=tied, hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
-    )
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    reference_model = make_random_model(make_qwen2_shape(tie_word_embeddings=tied, **sizes))
     wrapped_model = make_wrapped_twin(reference_model)
     tokens, positions = make_tokens(3, 11, 23), torch.tensor([32, 0, 5, 20])
     slopes = torch.randn(4, 23, generator=torch.Generator().manual_seed(1))
     for model in (reference_model, wrapped_model):
         (model.lm_head(model.model.compute_hidden_states(tokens, positions)) * slopes).sum().backward()
-    wrapped_gradients = {
-        wrapped_model._hub_names[name]: weight.grad for name, weight in wrapped_model.named_parameters()
-    }
+    hub_names = wrapped_model._hub_names
+    wrapped_gradients = {hub_names[name]: weight.grad for name, weight in wrapped_model.named_parameters()}
     expected_gradients = {name: weight.grad for name, weight in reference_model.named_parameters()}
     assert wrapped_gradients.keys() == expected_gradients.keys()
     for name, gradient in wrapped_gradients.items():
@@ -174,9 +169,8 @@ def test_a_qwen2_through_transformers_is_our_own(tied: bool) -> None:
         assert_close(gradient, expected_gradients[name])  # type: ignore[arg-type]
     assert dict(iter_hub_weights(wrapped_model)).keys() == dict(iter_hub_weights(reference_model)).keys()
     prompts, thoughts = [[5, 6, 7, 8], [9, 10]], [[20, 21, 22], [20, 21], [11]]
-    assert_close(
-        compute_cross_scores(wrapped_model, prompts, thoughts), compute_cross_scores(reference_model, prompts, thoughts)
-    )
+    scores, expected = (compute_cross_scores(each, prompts, thoughts) for each in (wrapped_model, reference_model))
+    assert_close(scores, expected)
     assert wrapped_model.shape.num_attention_heads == reference_model.shape.num_attention_heads
     assert sum(wrapped_model.shape.block_weights) == sum(reference_model.shape.block_weights)
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "eos_token_id"):
@@ -261,7 +255,6 @@ def test_a_tensor_that_the_files_lack_is_named(tmp_path: Path) -> None:
     weights = causal.state_dict()
     weights.pop("model.norm.weight")
     causal.save_pretrained(tmp_path, state_dict=weights)
-    with pytest.raises(
-        ValueError, match=r"is incomplete: 1 of its tensors .* \(model\.norm\.weight\)\. Download it again"
-    ):
+    message = r"is incomplete: 1 of its tensors .* \(model\.norm\.weight\)\. Download it again"
+    with pytest.raises(ValueError, match=message):
         load_hub_model(tmp_path, [])

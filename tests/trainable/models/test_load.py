@@ -1,5 +1,5 @@
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -54,11 +54,17 @@ def test_half_precision_is_read_as_float32(tmp_path: Path) -> None:
         assert torch.equal(weight, model.state_dict()[name].bfloat16().float())
 
 
-def test_a_missing_weight_is_an_error(tmp_path: Path) -> None:
+def test_a_folder_that_lacks_files_is_refused(tmp_path: Path) -> None:
     write_model_files(make_random_model(make_qwen2_shape()), tmp_path, file_count=2)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(RuntimeError, match="Missing key"):
         load_policy(str(tmp_path), CPU)
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"has no \.safetensors file"):
+        load_policy(str(tmp_path), CPU)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"is not a model: it has no config\.json\. .*sokoban-tiny"):
+        find_model(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -86,18 +92,6 @@ def test_the_end_marker_of_the_chat_is_no_other_stop_token() -> None:
     assert policy.other_stop_tokens == ()
 
 
-def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is not a model: it has no config\.json\. .*sokoban-tiny"):
-        find_model(str(tmp_path))
-
-
-def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
-    write_model_files(make_random_model(make_qwen2_shape()), tmp_path)
-    (tmp_path / "model-00001-of-00001.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"has no \.safetensors file"):
-        load_policy(str(tmp_path), CPU)
-
-
 @pytest.mark.parametrize("path", ["Nobody/no-such-model", "no such model!", "/no/such/folder"])
 def test_a_model_that_is_nowhere_is_refused_with_the_command_that_fetches_it(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -110,11 +104,9 @@ def test_a_model_that_is_nowhere_is_refused_with_the_command_that_fetches_it(
 def test_the_critic_starts_as_a_copy_of_the_policy_with_its_own_small_head() -> None:
     model = make_random_model(make_qwen2_shape(hidden_size=64))
     policy = Policy(model, None, Path())  # type: ignore[arg-type]
-    critic = make_critic(policy, np.random.default_rng(0), CPU)
-    same_seed_critic = make_critic(policy, np.random.default_rng(0), CPU)
-    other_seed_critic = make_critic(policy, np.random.default_rng(1), CPU)
-    assert torch.equal(critic.score.weight, same_seed_critic.score.weight)
-    assert not torch.equal(critic.score.weight, other_seed_critic.score.weight)
+    critic, same, other = (make_critic(policy, np.random.default_rng(seed), CPU) for seed in (0, 0, 1))
+    assert torch.equal(critic.score.weight, same.score.weight)
+    assert not torch.equal(critic.score.weight, other.score.weight)
     assert 0.01 < float(critic.score.weight.detach().std()) < 0.03
     assert critic.score.bias.tolist() == [0.0]
     for name, weight in critic.model.named_parameters():
@@ -125,9 +117,7 @@ def test_the_critic_starts_as_a_copy_of_the_policy_with_its_own_small_head() -> 
 
 
 def test_the_codec_adds_and_shows_no_special_tokens(tmp_path: Path) -> None:
-    policy = load_policy(
-        str(write_model_files(make_random_model(replace(make_qwen2_shape(), vocab_size=23)), tmp_path)), CPU
-    )
+    policy = load_policy(str(write_model_files(make_random_model(make_qwen2_shape()), tmp_path)), CPU)
     codec = make_codec(policy.tokenizer)
     ids = codec.encode(["Up || Left</answer><|im_end|>", "Up", ""])
     assert [len(row) for row in ids] == [5, 1, 0]

@@ -155,13 +155,6 @@ def test_peft_over_transformers_reads_the_adapters_and_computes_the_same(targets
         assert float((compute_logits(model) - expected_logits).abs().max()) > 1e-2
 
 
-def test_without_adapters_weights_are_returned_unchanged() -> None:
-    model = make_random_model(make_qwen2_shape())
-    merged, state = dict(iter_merged_weights(model)), model.state_dict()
-    assert merged.keys() == state.keys()
-    assert all(merged[name].data_ptr() == state[name].data_ptr() for name in state)
-
-
 def test_gradients_are_the_full_gradients_by_the_chain_rule() -> None:
     """With W' = W + s B A: dL/dB = s G A^T and dL/dA = s B^T G, where G = dL/dW' is that of the merged network."""
     model, scale = make_adapted_model(make_settings(rank=3, alpha=5)), 5 / 3
@@ -187,9 +180,7 @@ def test_recomputed_blocks_give_the_same_gradients() -> None:
         model.model.pass_settings = PassSettings(recompute=recompute)
         compute_logits(model).square().sum().backward()
         gradients.append([weight.grad for weight in model.parameters() if weight.requires_grad])
-    assert all(
-        torch.equal(gradient, recomputed_gradient) for gradient, recomputed_gradient in zip(*gradients, strict=True)
-    )
+    assert all(map(torch.equal, *gradients))
 
 
 def test_adapters_are_float32_beside_weights_in_the_type_of_the_passes() -> None:
@@ -200,13 +191,15 @@ def test_adapters_are_float32_beside_weights_in_the_type_of_the_passes() -> None
     assert model.model.compute_hidden_states(TOKENS, ALL_POSITIONS).dtype == torch.bfloat16
 
 
-def test_adapters_are_drawn_from_the_generator_alone() -> None:
+def get_first_adapter(network: nn.Module) -> Tensor:
+    weight: Tensor = find_adapters(network)[0][1].lora_A[ADAPTER_NAME].weight
+    return weight
+
+
+def test_adapters_are_drawn_from_the_generator_of_their_seed_and_network_alone() -> None:
     def draw_first_adapter(seed: int) -> Tensor:
-        _, layer = find_adapters(make_adapted_policy(make_base_model(), make_settings(), np.random.default_rng(seed)))[
-            0
-        ]
-        weight: Tensor = layer.lora_A[ADAPTER_NAME].weight
-        return weight
+        policy = make_adapted_policy(make_base_model(), make_settings(), np.random.default_rng(seed))
+        return get_first_adapter(policy)
 
     torch.manual_seed(1)
     adapter = draw_first_adapter(0)
@@ -214,6 +207,10 @@ def test_adapters_are_drawn_from_the_generator_alone() -> None:
     assert torch.equal(adapter, draw_first_adapter(0))
     assert not torch.equal(adapter, draw_first_adapter(1))
     assert 0.8 * 16**-0.5 < float(adapter.detach().abs().max()) <= 16**-0.5  # 16 input features
+    trainer, other_trainer = (PPOTrainer(make_small_config(model__lora_rank=4, seed=seed)) for seed in (0, 1))
+    assert trainer.critic is not None
+    assert not torch.equal(get_first_adapter(trainer.model), get_first_adapter(other_trainer.model))
+    assert not torch.equal(get_first_adapter(trainer.model), get_first_adapter(trainer.critic))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -250,10 +247,7 @@ def test_the_reference_is_the_frozen_copy_before_and_after_training(dtype: str) 
     assert all(is_finite(row) for row in run_steps(trainer, 2))
     assert torch.equal(compute_logprobs(trainer.reference), compute_logprobs(frozen_copy))
     assert not torch.equal(compute_logprobs(trainer.model), compute_logprobs(frozen_copy))
-    assert all(
-        torch.equal(old_parameter, parameter)
-        for old_parameter, parameter in zip(old_parameters, copy_parameters(trainer.reference), strict=True)
-    )
+    assert all(map(torch.equal, old_parameters, copy_parameters(trainer.reference)))
 
 
 def test_a_fresh_critic_has_the_values_of_a_critic_with_its_own_weights() -> None:
@@ -263,9 +257,8 @@ def test_a_fresh_critic_has_the_values_of_a_critic_with_its_own_weights() -> Non
     tokens = torch.from_numpy(replay_step(trainer, 1)[0].tokens)[None]
     positions = torch.arange(tokens.shape[1])
     with torch.no_grad():
-        assert torch.equal(
-            trainer.critic.compute_values(tokens, positions), full_critic.compute_values(tokens, positions)
-        )
+        values, full_values = (critic.compute_values(tokens, positions) for critic in (trainer.critic, full_critic))
+    assert torch.equal(values, full_values)
 
 
 @pytest.mark.long
@@ -275,17 +268,10 @@ def test_all_adapters_and_the_value_head_learn() -> None:
     run_steps(trainer, 2)
     new_weights = copy_weights(trainer)
     changed_names = {name for name in old_weights if not torch.equal(old_weights[name], new_weights[name])}
-    assert (
-        changed_names
-        == set(old_weights)
-        == {name for name in new_weights if not name.startswith(("actor_opt", "critic_opt"))}
-    )
+    network_names = {name for name in new_weights if not name.startswith(("actor_opt", "critic_opt"))}
+    assert changed_names == set(old_weights) == network_names
     assert {name.split("/")[0] for name in old_weights} == {"actor", "critic"}
     assert all("lora_" in name or name.startswith("critic/score.") for name in old_weights)
-
-
-@pytest.mark.long
-def test_a_head_on_the_shared_trunk_learns_beside_the_policys_adapters() -> None:
     trainer = make_tuned_trainer(critic__shared_trunk=True)
     old_weights = copy_weights(trainer)
     assert {name.split("/")[0] for name in old_weights} == {"actor", "head"}
@@ -293,11 +279,15 @@ def test_a_head_on_the_shared_trunk_learns_beside_the_policys_adapters() -> None
     assert not torch.equal(old_weights["head/weight"], copy_weights(trainer)["head/weight"])
 
 
-def test_sharing_copies_no_tensor_and_keeps_modules_apart() -> None:
+def test_sharing_and_reading_without_adapters_copy_no_tensor() -> None:
     model = make_base_model()
     shared = share_parameters(model)
     assert list_storages(shared) == list_storages(model)
     assert not {id(module) for module in model.modules()} & {id(module) for module in shared.modules()}
+    model = make_random_model(make_qwen2_shape())
+    merged, state = dict(iter_merged_weights(model)), model.state_dict()
+    assert merged.keys() == state.keys()
+    assert all(merged[name].data_ptr() == state[name].data_ptr() for name in state)
 
 
 @pytest.mark.long
@@ -348,12 +338,10 @@ def test_a_state_over_another_base_is_refused_and_changes_nothing(tmp_path: Path
 
 def test_states_with_and_without_adapters_are_not_exchanged() -> None:
     adapted, plain = make_tuned_trainer(), make_quiet_trainer(**KL)
-    for trainer, other_trainer, message in (
-        (adapted, plain, "no adapters"),
-        (plain, adapted, "this run has no adapters"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            trainer.load_state(*other_trainer.get_state())
+    with pytest.raises(ValueError, match="no adapters"):
+        adapted.load_state(*plain.get_state())
+    with pytest.raises(ValueError, match="this run has no adapters"):
+        plain.load_state(*adapted.get_state())
     check_fingerprint("base", None, None)
     assert "base" not in plain.get_state()[1]
 
@@ -374,14 +362,3 @@ def test_gradients_are_analyzed_of_adapters_alone() -> None:
         assert total_rows["task"]["mean_norm"] > 0
         assert total_rows["kl"]["mean_norm"] > 0
         assert is_finite(total_rows["total"])
-
-
-def test_seeds_and_networks_have_adapters_of_their_own() -> None:
-    def get_first_adapter(network: nn.Module) -> Tensor:
-        weight: Tensor = find_adapters(network)[0][1].lora_A[ADAPTER_NAME].weight
-        return weight
-
-    trainer, other_trainer = (PPOTrainer(make_small_config(model__lora_rank=4, seed=seed)) for seed in (0, 1))
-    assert trainer.critic is not None
-    assert not torch.equal(get_first_adapter(trainer.model), get_first_adapter(other_trainer.model))
-    assert not torch.equal(get_first_adapter(trainer.model), get_first_adapter(trainer.critic))

@@ -81,9 +81,8 @@ def test_the_stream_contains_each_row_up_to_its_last_requested_position(rows: Ro
     needed_lengths = [max(places) + 1 if places else 0 for _, places in rows]
     if not sum(needed_lengths):
         needed_lengths[0] = 1  # the stream is never empty
-    assert sorted(packed.source_indices.tolist()) == [
-        row * width + position for row, length in enumerate(needed_lengths) for position in range(length)
-    ]
+    needed = [row * width + position for row, length in enumerate(needed_lengths) for position in range(length)]
+    assert sorted(packed.source_indices.tolist()) == needed
     assert packed.source_indices[packed.output_indices].tolist() == positions.tolist()
     assert torch.equal(packed.positions, packed.source_indices % width)
     lengths = (packed.cu_seqlens[1:] - packed.cu_seqlens[:-1]).tolist()
@@ -116,10 +115,8 @@ def test_hidden_states_and_gradients_are_those_of_each_row_alone(rows: Rows) -> 
     assert actual.shape == expected.shape == (len(positions), 32)
     assert compute_relative_error(actual, expected) < 1e-5
     weights = torch.randn(actual.shape, generator=torch.Generator().manual_seed(1))
-    actual_gradient, expected_gradient = (
-        compute_gradient(MODEL.model, (actual * weights).sum()),
-        compute_gradient(TWIN, (expected * weights).sum()),
-    )
+    actual_gradient = compute_gradient(MODEL.model, (actual * weights).sum())
+    expected_gradient = compute_gradient(TWIN, (expected * weights).sum())
     assert actual_gradient.shape == expected_gradient.shape
     assert compute_relative_error(actual_gradient, expected_gradient) < 1e-5
 
@@ -143,9 +140,8 @@ def test_padding_and_tokens_after_the_last_requested_position_change_no_bit(fill
     other_tokens, _ = make_padded_tokens(UNEQUAL, filler)
     other_tokens[5, 1:] = filler  # only its first token is requested
     other_tokens[2] = filler  # no position of this row is requested
-    assert torch.equal(
-        MODEL.model.compute_hidden_states(tokens, positions), MODEL.model.compute_hidden_states(other_tokens, positions)
-    )
+    states, other_states = (MODEL.model.compute_hidden_states(each, positions) for each in (tokens, other_tokens))
+    assert torch.equal(states, other_states)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -92,25 +92,19 @@ def test_bfloat16_passes_are_as_near_to_float32_as_those_of_transformers_under_a
         twin_logits = twin(input_ids=tokens).logits.flatten(0, 1)
     twin_gradients = compute_gradients(twin, (twin_logits.float() * weights).sum())
 
-    (exact_logits, exact_gradients), (rounded_logits, gradients) = (
-        compute_logits_and_gradients(PassSettings()),
-        compute_logits_and_gradients(BFLOAT16),
-    )
-    assert compute_relative_error(twin_logits, exact_logits) < 0.03
-
-    assert compute_relative_error(rounded_logits, exact_logits) < 1.3 * compute_relative_error(
-        twin_logits, exact_logits
-    )
+    exact_logits, exact_gradients = compute_logits_and_gradients(PassSettings())
+    rounded_logits, gradients = compute_logits_and_gradients(BFLOAT16)
+    twin_error = compute_relative_error(twin_logits, exact_logits)
+    assert twin_error < 0.03
+    assert compute_relative_error(rounded_logits, exact_logits) < 1.3 * twin_error
     for name, exact_gradient in exact_gradients.items():
         assert gradients[name].dtype == torch.float32
         # The gradient of a gain or a bias is a sum of few terms, so that its error varies at random.
-        assert (
-            compute_relative_error(gradients[name], exact_gradient)
-            < 2 * compute_relative_error(twin_gradients[name], exact_gradient) + 0.005
-        ), name
+        limit = 2 * compute_relative_error(twin_gradients[name], exact_gradient) + 0.005
+        assert compute_relative_error(gradients[name], exact_gradient) < limit, name
 
 
-def test_weights_stay_float32_and_losses_are_reduced_in_float32() -> None:
+def test_weights_losses_and_values_are_float32_whatever_the_trunk_computes_in() -> None:
     model = make_wide_model(BFLOAT16)
     tokens, positions = make_tokens(), torch.arange(30)
     logprobs = TokenFunction.for_logprobs(model, 0.8)(tokens, positions, tokens.flatten()[positions + 1])
@@ -119,9 +113,6 @@ def test_weights_stay_float32_and_losses_are_reduced_in_float32() -> None:
     assert logits.dtype == torch.bfloat16
     assert torch.equal(logprobs, logprobs_from_logits(logits.float() / 0.8, tokens.flatten()[positions + 1]))
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
-
-
-def test_values_are_float32_whatever_the_trunk_computes_in() -> None:
     critic = make_critic(Policy(make_wide_model(BFLOAT16), None, Path()), np.random.default_rng(0), CPU)  # type: ignore[arg-type]
     tokens, positions = make_tokens(), torch.arange(20)
     hidden = critic.model.compute_hidden_states(tokens, positions)
@@ -159,10 +150,8 @@ def test_a_caches_scores_are_not_rounded_to_bfloat16() -> None:
     valid, positions = torch.ones(4, 30, dtype=torch.bool), torch.arange(30).expand(4, 30)
     with torch.inference_mode():
         hidden = model.model.extend(tokens, positions, valid, cache)
-        assert (
-            compute_relative_error(hidden, model.model.compute_hidden_states(tokens, torch.arange(1, 5) * 30 - 1))
-            < 0.005
-        )
+        expected = model.model.compute_hidden_states(tokens, torch.arange(1, 5) * 30 - 1)
+    assert compute_relative_error(hidden, expected) < 0.005
 
 
 def test_cross_scores_and_the_sampler_compute_as_the_network_does() -> None:
@@ -171,9 +160,8 @@ def test_cross_scores_and_the_sampler_compute_as_the_network_does() -> None:
 
     def sample_logprobs(model: Qwen2) -> Tensor:
         """Sample greedy replies to one prompt, and return their log-probs."""
-        conversation = TorchSampler(model).start_conversation(
-            [[1, 2, 3]], 2, SamplingParams(0.0, 4, 22), np.random.default_rng(0)
-        )
+        params, rng = SamplingParams(0.0, 4, 22), np.random.default_rng(0)
+        conversation = TorchSampler(model).start_conversation([[1, 2, 3]], 2, params, rng)
         reply, _ = conversation.sample_replies([0, 1], [[], []])
         positions = torch.arange(2, 2 + len(reply.token_ids))
         row = torch.tensor([[1, 2, 3, *reply.token_ids.tolist()]])
@@ -188,19 +176,6 @@ def test_cross_scores_and_the_sampler_compute_as_the_network_does() -> None:
 # ---------------------------------------------------------------------------- float16, and a head in float32
 
 FLOAT16 = PassSettings(torch.float16)
-
-
-def test_float16_is_nearer_to_float32_than_bfloat16() -> None:
-    tokens = make_tokens()
-    positions = torch.arange(tokens.numel())
-
-    def compute_hidden(pass_settings: PassSettings) -> Tensor:
-        return make_wide_model(pass_settings).model.compute_hidden_states(tokens, positions)
-
-    exact = compute_hidden(PassSettings())
-    error, bfloat16_error = (compute_relative_error(compute_hidden(kind), exact) for kind in (FLOAT16, BFLOAT16))
-    assert compute_hidden(FLOAT16).dtype == torch.float16
-    assert 1e-5 < error < bfloat16_error / 4  # three more bits of a fraction: 1/8
 
 
 def test_updates_in_half_precision_are_near_and_float16_is_nearer() -> None:
@@ -271,10 +246,8 @@ def test_backends_scale_losses_in_float16_only() -> None:
     overrides = {"model__compiled_passes": False, "rollout__name": "torch", "model__loss_scale": 1024}
     for dtype, scale in (("float16", 1024), ("bfloat16", 1), ("float32", 1)):
         trainer = PPOTrainer(make_small_config(model__dtype=dtype, **overrides))
-        assert {name: backend.loss_scale for name, backend in trainer.backends.items()} == {
-            "actor": scale,
-            "critic": scale,
-        }
+        scales = {name: backend.loss_scale for name, backend in trainer.backends.items()}
+        assert scales == {"actor": scale, "critic": scale}
 
 
 def test_a_filler_gives_no_nan_in_float16() -> None:
@@ -331,10 +304,8 @@ def test_recomputed_blocks_change_no_number_and_no_gradient(dtype: torch.dtype) 
     expected, actual = (model.model.compute_hidden_states(tokens, positions) for model in (plain, recomputing))
     assert torch.equal(expected, actual)
     output_gradient = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    actual_gradients, expected_gradients = (
-        compute_gradients(recomputing, (actual * output_gradient).sum()),
-        compute_gradients(plain, (expected * output_gradient).sum()),
-    )
+    actual_gradients = compute_gradients(recomputing, (actual * output_gradient).sum())
+    expected_gradients = compute_gradients(plain, (expected * output_gradient).sum())
     for name, gradient in expected_gradients.items():
         torch.testing.assert_close(actual_gradients[name], gradient, rtol=1e-5, atol=1e-6)
 
@@ -455,9 +426,8 @@ def test_a_frozen_copy_holds_what_passes_compute_in_and_gives_the_very_numbers(t
     frozen = make_frozen_copy(model)
     tokens, positions = make_tokens(), torch.arange(20)
     with torch.no_grad():
-        expected, actual = (
-            network.lm_head(network.model.compute_hidden_states(tokens, positions)) for network in (model, frozen)
-        )
+        hidden = [network.model.compute_hidden_states(tokens, positions) for network in (model, frozen)]
+        expected, actual = model.lm_head(hidden[0]), frozen.lm_head(hidden[1])
     assert torch.equal(expected, actual)
     assert not any(weight.requires_grad for weight in frozen.parameters())
     assert frozen.model.blocks[0].mlp.up_proj.weight.dtype == torch.bfloat16

@@ -1,4 +1,5 @@
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -29,10 +30,6 @@ def make_tokens(rows: int, length: int, seed: int = 0) -> Tensor:
     return torch.randint(0, 23, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def list_positions(tokens: Tensor) -> Tensor:
-    return torch.arange(tokens.numel())
-
-
 def assert_close(actual: Tensor, expected: Tensor, limit: float = 1e-5) -> None:
     torch.testing.assert_close(actual, expected, rtol=limit, atol=limit)
 
@@ -40,7 +37,7 @@ def assert_close(actual: Tensor, expected: Tensor, limit: float = 1e-5) -> None:
 def test_logits_are_those_of_transformers(model: Qwen2) -> None:
     tokens = make_tokens(3, 17)
     with torch.no_grad():
-        actual = model.lm_head(model.model.compute_hidden_states(tokens, list_positions(tokens)))
+        actual = model.lm_head(model.model.compute_hidden_states(tokens, torch.arange(tokens.numel())))
         expected = make_hub_twin(model)(input_ids=tokens).logits
     assert_close(actual, expected.flatten(0, 1))
 
@@ -63,9 +60,8 @@ def test_gradients_are_those_of_transformers(model: Qwen2) -> None:
 @given(st.integers(0, 2**32 - 1))
 def test_any_chunking_and_selection_equals_the_full_forward(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    model = make_layout(
-        *LAYOUTS[int(rng.integers(len(LAYOUTS)))]
-    ).double()  # in float64, a rounding error cannot look like a fault
+    # In float64, a rounding error cannot look like a fault.
+    model = make_layout(*LAYOUTS[int(rng.integers(len(LAYOUTS)))]).double()
     count = int(rng.integers(1, 5))
 
     def draw_chunk(minimum: int) -> list[int]:
@@ -105,7 +101,6 @@ def test_all_tensors_are_on_the_device_of_the_tokens(grouped_model: Qwen2) -> No
     valid = torch.ones(2, 5, dtype=torch.bool)
     positions = torch.arange(5).expand(2, 5)
     cache = grouped_model.model.make_cache(2, 3)
-
     last_positions = torch.tensor([4, 9])
     rows = torch.tensor([1, 0, 1])
     with torch.inference_mode(), torch.device("meta"):
@@ -117,22 +112,7 @@ def test_all_tensors_are_on_the_device_of_the_tokens(grouped_model: Qwen2) -> No
 
 
 def write_config(folder: Path, **changes: object) -> Path:
-    config = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "vocab_size": 23,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "eos_token_id": 2,
-        "rope_theta": 10_000.0,
-        "extra": 1,
-        **changes,
-    }
+    config = {"architectures": ["Qwen2ForCausalLM"], **asdict(make_qwen2_shape()), "extra": 1, **changes}
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
     return folder
 

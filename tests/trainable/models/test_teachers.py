@@ -15,9 +15,8 @@ from trainable.tiny.policies import POLICIES
 from trainable.tiny.recipe import Recipe, Stage
 
 NAME = "sokoban-tiny-teacher"
-SHORT_RECIPE = Recipe(
-    seed=3, batch=16, stages=(Stage(32, 3e-3, 1e-3, Habits()), Stage(16, 1e-3, 1e-4, Habits(detour=1.0)))
-)
+STAGES = (Stage(32, 3e-3, 1e-3, Habits()), Stage(16, 1e-3, 1e-4, Habits(detour=1.0)))
+SHORT_RECIPE = Recipe(seed=3, batch=16, stages=STAGES)
 
 
 @pytest.fixture

@@ -34,26 +34,19 @@ def test_an_evaluation_counts_episodes_and_turns() -> None:
     assert evaluation.levels == (100, 100, 101)
     assert evaluation.clusters == (7, 7, 3)
     assert evaluation.successes == (True, False, False)
-
-
-def test_success_over_a_part_of_the_levels() -> None:
     evaluation = make_evaluation(EPISODES, 5, "val", "sampled", [0, 1])
     assert evaluation.compute_success_where([True, False, False]) == 1.0
     assert evaluation.compute_success_where([True, False, True]) == 0.5
     assert evaluation.compute_success_where([False, True, True]) == 0.0
     assert evaluation.compute_success_where([False] * 3) is None
+    assert number_classes([b"x", b"y", b"x", b"a", b"y"]) == [0, 1, 0, 2, 1]
+    assert number_classes([]) == []
 
 
 def test_the_line_has_the_documented_fields() -> None:
     line = json.loads(json.dumps(make_evaluation(EPISODES, 0, "test", "greedy", [4, 0]).to_line()))
-    assert line == {
-        "step": 0,
-        "split": "test",
-        "mode": "greedy",
-        "levels": [100, 100, 101],
-        "clusters": [4, 4, 0],
-        "success": "100",
-    }
+    episodes = {"levels": [100, 100, 101], "clusters": [4, 4, 0], "success": "100"}
+    assert line == {"step": 0, "split": "test", "mode": "greedy", **episodes}
 
 
 def test_a_recorded_episode_has_the_texts_of_its_very_tokens() -> None:
@@ -79,8 +72,3 @@ def test_a_recorded_episode_has_the_texts_of_its_very_tokens() -> None:
         stop_reason="out of context",
         score=1.375,
     )
-
-
-def test_classes_are_numbered_as_they_appear() -> None:
-    assert number_classes([b"x", b"y", b"x", b"a", b"y"]) == [0, 1, 0, 2, 1]
-    assert number_classes([]) == []

@@ -7,12 +7,12 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from search_spaces.language_model.kl import STUDY
+from tests.fakes.scripted import make_qwen2_shape
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.envs.level_sets import make_validation_levels
 from trainable.envs.prompts import END_OF_MESSAGE, Observation, make_prompt_template
 from trainable.envs.sokoban.game import Sokoban
 from trainable.models.qwen2 import Qwen2
-from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.ppo.trainer import PPOTrainer
 from trainable.tiny.policies import SOKOBAN_TINY
 from trainable.tiny.recipe import write_model
@@ -20,17 +20,14 @@ from trainable.tiny.recipe import write_model
 
 def make_byte_level_tokenizer() -> Tokenizer:
     prompt_template = make_prompt_template(Sokoban(), "full", 10)
-    texts = [
-        prompt_template.format_first_turn(Observation(1, level.cells, 10))
-        for level in make_validation_levels(Sokoban(), 20)
-    ]
+    levels = make_validation_levels(Sokoban(), 20)
+    texts = [prompt_template.format_first_turn(Observation(1, level.cells, 10)) for level in levels]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=600, show_progress=False, initial_alphabet=alphabet)
-    )
+    trainer = trainers.BpeTrainer(vocab_size=600, show_progress=False, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(texts, trainer)
     specials = ["<|endoftext|>", "<|im_start|>", END_OF_MESSAGE]
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in specials])
     return tokenizer
@@ -41,19 +38,9 @@ def hub_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hub") / "Qwen-small"
     tokenizer = make_byte_level_tokenizer()
     torch.manual_seed(0)
-    shape = Qwen2Shape(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        rope_theta=1e6,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.token_to_id(END_OF_MESSAGE),
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    tokens = {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": tokenizer.token_to_id(END_OF_MESSAGE)}
+    shape = make_qwen2_shape(**sizes, **tokens, max_position_embeddings=4096, rope_theta=1e6)
     write_model(Qwen2(shape), folder, SOKOBAN_TINY.pieces)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder

@@ -1,5 +1,6 @@
 """The trainer in games other than Sokoban: rows, evaluations, and random numbers of the environment."""
 
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -75,12 +76,8 @@ def test_only_mastermind_measures_consistent_guesses(game: str) -> None:
         assert all(0 < row[name] < 1 for name in expected)
         levels = trainer.levels[1]
         episodes = trainer.roll_out(levels, 8, "sampling")
-        guesses = [[guess for turn in episode.turn_actions for guess in turn] for episode in episodes]
-        shares = [
-            compute_consistent_share(levels[episode.group], names)
-            for episode, names in zip(episodes, guesses, strict=True)
-            if len(names) > 1
-        ]
+        guesses = [(episode.group, [*chain(*episode.turn_actions)]) for episode in episodes]
+        shares = [compute_consistent_share(levels[group], names) for group, names in guesses if len(names) > 1]
         measured = measure_episodes(trainer.level_source, levels, episodes)
         assert measured == {"consistent_guesses": pytest.approx(sum(shares) / len(shares))}
 
@@ -88,10 +85,8 @@ def test_only_mastermind_measures_consistent_guesses(game: str) -> None:
 @pytest.mark.long
 def test_slips_do_not_depend_on_what_is_sampled_nor_samples_on_slips() -> None:
     """Arms of other success rates see the same first replies, and equal actions meet equal random numbers."""
-    trainers = [
-        make_trainer(FROZENLAKE_TINY, Path("frozenlake-tiny"), model__path="frozenlake-tiny", env__success_rate=rate)
-        for rate in (1.0, 0.3)
-    ]
+    model = {"folder": Path("frozenlake-tiny"), "model__path": "frozenlake-tiny"}
+    trainers = [make_trainer(FROZENLAKE_TINY, **model, env__success_rate=rate) for rate in (1.0, 0.3)]
     steady, slippery = (trainer.roll_out(trainer.levels[0][:1], 64, "sampling") for trainer in trainers)
     assert [episode.texts[0] for episode in steady] == [episode.texts[0] for episode in slippery]
     assert [episode.texts for episode in steady] != [episode.texts for episode in slippery]

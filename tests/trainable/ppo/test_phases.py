@@ -23,9 +23,8 @@ from trainable.ppo.phases import (
 
 def test_estimated_flops_match_torchs_counter() -> None:
     """Torch counts the matrix products; a sum over pairs gives causal attention, which torch does not halve."""
-    model = make_random_model(
-        make_qwen2_shape(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3)
-    )
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
+    model = make_random_model(make_qwen2_shape(**sizes))
     tokens, positions = torch.zeros(2, 11, dtype=torch.long), torch.tensor([3, 10, 15])
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.lm_head(model.model.compute_hidden_states(tokens, positions))
@@ -42,10 +41,8 @@ def test_rollout_flops_are_one_forward_pass_with_shared_prompts() -> None:
     trainer = make_quiet_trainer()
     episodes = trainer.roll_out(trainer.levels[0], 3, "sampling")
     sizes = trainer.model.shape
-    separate_flops = sum(
-        estimate_forward_flops(sizes, [len(episode.tokens)], episode.response_tokens, sizes.vocab_size)
-        for episode in episodes
-    )
+    lengths = [(len(episode.tokens), episode.response_tokens) for episode in episodes]
+    separate_flops = sum(estimate_forward_flops(sizes, [one], sampled, sizes.vocab_size) for one, sampled in lengths)
     prompt_lengths = {episode.group: int(episode.mask.argmax()) for episode in episodes}
     # Rollouts 2 and 3 of each group share the prefill of its prompt.
     shared_flops = 2 * sum(estimate_forward_flops(sizes, [length], 0, 0) for length in prompt_lengths.values())

@@ -47,10 +47,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def compute_gae_oracle(rewards: list[list[float]], gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    pairs = [
-        oracle.gae(row, values, mask, gamma, lam)
-        for row, values, mask in zip(rewards, VALUES.tolist(), MASK, strict=True)
-    ]
+    pairs = [oracle.gae(*row, gamma, lam) for row in zip(rewards, VALUES.tolist(), MASK, strict=True)]
     return whiten([advantages for advantages, _ in pairs]), torch.tensor([returns for _, returns in pairs])
 
 
@@ -64,18 +61,10 @@ def test_gae_has_the_score_at_the_last_token_and_is_whitened(gamma: float, lam: 
     assert actual.ref_logprobs is REFERENCE
 
 
-def test_with_gamma_and_lambda_1_every_return_is_the_score() -> None:
-    assert_close(compute_targets().returns, BATCH.scores[:, None] * BATCH.mask)
-
-
 def test_bi_level_gae_has_each_turns_reward_at_its_end() -> None:
     actual = compute_targets(gamma=0.98, lam=0.9, bi_level_gae=True, high_level_gamma=0.8)
-    pairs = [
-        oracle.bi_level_gae(rewards, values, mask, turns, 0.98, 0.9, 0.8)
-        for rewards, values, mask, turns in zip(
-            BATCH.rewards.tolist(), VALUES.tolist(), MASK, BATCH.turns.tolist(), strict=True
-        )
-    ]
+    rows = zip(BATCH.rewards.tolist(), VALUES.tolist(), MASK, BATCH.turns.tolist(), strict=True)
+    pairs = [oracle.bi_level_gae(*row, 0.98, 0.9, 0.8) for row in rows]
     assert_close(actual.advantages, whiten([advantages for advantages, _ in pairs]))
     assert_close(actual.returns, torch.tensor([returns for _, returns in pairs]))
 
@@ -96,9 +85,8 @@ def test_rloo() -> None:
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 def test_reinforce_plus_plus(gamma: float) -> None:
-    to_go = [
-        oracle.reward_to_go(rewards, mask, gamma) for rewards, mask in zip(place_scores_at_the_end(), MASK, strict=True)
-    ]
+    rows = zip(place_scores_at_the_end(), MASK, strict=True)
+    to_go = [oracle.reward_to_go(rewards, mask, gamma) for rewards, mask in rows]
     assert_close(compute_targets(adv_estimator="reinforce_plus_plus", gamma=gamma).advantages, whiten(to_go))
 
 
@@ -122,10 +110,8 @@ def test_the_filters_scale_multiplies_advantages_after_whitening_and_leaves_retu
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_zero_task_advantage_leaves_what_the_critic_aims_at(estimator: str) -> None:
-    plain, zero = (
-        compute_targets(adv_estimator=estimator),
-        compute_targets(adv_estimator=estimator, zero_task_advantage=True),
-    )
+    plain = compute_targets(adv_estimator=estimator)
+    zero = compute_targets(adv_estimator=estimator, zero_task_advantage=True)
     assert not zero.advantages.any()
     assert torch.equal(zero.returns, plain.returns)
     assert torch.equal(zero.values, plain.values)
@@ -145,16 +131,10 @@ def test_kl_in_the_reward_is_taken_off_token_by_token() -> None:
     advantages, returns = compute_gae_oracle(penalise_scores(0.7), 0.9, 0.95)
     assert_close(actual.advantages, advantages)
     assert_close(actual.returns, returns)
-
-
-def test_kl_in_the_reward_reaches_estimators_without_a_critic() -> None:
+    # It also reaches estimators without a critic, and changes nothing at coefficient 0 or where it is off.
     actual = compute_targets(kl_coef=0.7, use_kl_in_reward=True, adv_estimator="rloo")
-    assert_close(
-        actual.advantages, broadcast_per_sequence(oracle.rloo([sum(row) for row in penalise_scores(0.7)], GROUPS))
-    )
-
-
-def test_kl_in_the_reward_at_coefficient_0_or_switched_off_changes_nothing() -> None:
+    penalised_scores = [sum(row) for row in penalise_scores(0.7)]
+    assert_close(actual.advantages, broadcast_per_sequence(oracle.rloo(penalised_scores, GROUPS)))
     plain = compute_targets()
     assert torch.equal(compute_targets(kl_coef=0.7).advantages, plain.advantages)
     off = compute_targets(kl_coef=0.0, use_kl_in_reward=True, kl_ctrl=KLControl())

@@ -34,6 +34,9 @@ from trainable.rollout.engine import recompute_logprobs
 from trainable.rollout.episode import Episode, collate
 from trainable.runs.records import DEFAULT_STEP_COLUMNS
 
+ONE_GROUP = {"filter__rollout_filter_strategy": "top_k_abs", "filter__rollout_filter_value": 1}
+VALIDATIONS = {"trainer__val_before_train": True, "env__val_env_groups": 3, "env__val_group_size": 2}
+
 # ---------------------------------------------------------------------------- every setting takes a step
 
 ESTIMATORS = tuple(ADVANTAGE_ESTIMATORS)
@@ -51,10 +54,7 @@ def test_every_estimator_takes_a_step(estimator: str) -> None:
     assert (trainer.critic is not None) == (estimator == "gae")
 
 
-KL_TYPES = ["kl", "abs", "mse", "low_var_kl", "full", "kl+", "abs+", "mse+", "low_var_kl+"]
-
-
-@pytest.mark.parametrize("kl_type", thin_out(KL_TYPES, 2))
+@pytest.mark.parametrize("kl_type", thin_out(["kl", "mse", "full", "low_var_kl+"], 2))
 def test_every_kl_kind_takes_steps(kl_type: str) -> None:
     trainer = make_quiet_trainer(actor__use_kl_loss=True, actor__kl_loss_coef=0.1, actor__kl_loss_type=kl_type)
     first, second = run_steps(trainer, 2)
@@ -107,27 +107,10 @@ def test_every_filter_takes_a_step(settings: Row, group_counts: set[int]) -> Non
 
 
 def test_the_filter_keeps_the_groups_that_its_metric_ranks_first() -> None:
-    common = {"filter__rollout_filter_strategy": "top_k_abs", "filter__rollout_filter_value": 1}
-    largest = run_steps(make_quiet_trainer(**common, filter__rollout_filter_type="largest"), 1)[0]
-    smallest = run_steps(make_quiet_trainer(**common, filter__rollout_filter_type="smallest"), 1)[0]
+    largest = run_steps(make_quiet_trainer(**ONE_GROUP, filter__rollout_filter_type="largest"), 1)[0]
+    smallest = run_steps(make_quiet_trainer(**ONE_GROUP, filter__rollout_filter_type="smallest"), 1)[0]
     assert largest["reward_std_kept"] == largest["reward_std_max"] > smallest["reward_std_kept"]
     assert largest["reward_std"] == pytest.approx((largest["reward_std_kept"] + smallest["reward_std_kept"]) / 2)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"actor__loss_agg_mode": "seq-mean-token-sum"},
-        {"actor__loss_agg_mode": "seq-mean-token-mean"},
-        {"actor__loss_agg_mode": "seq-mean-token-sum-norm", "actor__entropy_coeff": 0.01},
-        {"actor__ppo_epochs": 2},
-        {"algorithm__bi_level_gae": True},
-    ],
-)
-def test_other_settings_take_a_step(settings: Row) -> None:
-    (row,) = run_steps(make_quiet_trainer(**settings), 1)
-    assert is_finite(row)
-    assert row["optimizer_steps"] == 2 * settings.get("actor__ppo_epochs", 1)
 
 
 def test_a_shared_trunk_trains_policy_and_value_head_together() -> None:
@@ -150,35 +133,24 @@ def test_the_row_has_known_columns_and_misses_only_what_was_not_measured() -> No
     row = trainer.step().row
     row = trainer.evaluate_final(row)[0]
     # The torch engine shares the weights of the trainer, so that there is no mismatch to measure.
-    engine = {
-        "engine_mismatch_mean",
-        "engine_mismatch_max",
-        "engine_kl",
-        "engine_ess_fraction",
-        "engine_prompt_mismatch",
-        "tis_clipfrac",
-    }
-    assert {column.name for column in DEFAULT_STEP_COLUMNS} - set(row) == {
+    columns = {column.name for column in DEFAULT_STEP_COLUMNS}
+    assert columns - set(row) == {
         "kl_in_reward_coef",
         "seconds_gradient_analysis",
         "tpo_target_entropy",
         "tpo_target_top_prob",
         "base_val_kl_to_reference",  # the reference is the policy before training
         # Measures of another game.
-        "train_children",
-        "val_children",
-        "base_val_children",
-        "train_consistent_guesses",
-        "val_consistent_guesses",
-        "base_val_consistent_guesses",
-        *engine,
+        *(f"{split}_{name}" for split in ("train", "val", "base_val") for name in ("children", "consistent_guesses")),
+        *(name for name in columns if name.startswith(("engine_", "tis_"))),
     }
-    assert set(row) <= {column.name for column in DEFAULT_STEP_COLUMNS}
+    assert set(row) <= columns
 
 
 def test_the_accounts_of_a_step_are_those_of_its_episodes() -> None:
     trainer = make_quiet_trainer()
     episodes = replay_step(trainer, 1)
+    trainer.consecutive_empty_steps = 3  # counted anew after a step that kept some groups
     (row,) = run_steps(trainer, 1)
     scores = np.array([episode.score for episode in episodes]).reshape(2, 4)
     solved = np.array([episode.success for episode in episodes]).reshape(2, 4)
@@ -208,14 +180,9 @@ def test_the_accounts_of_a_step_are_those_of_its_episodes() -> None:
 
 def test_step_matches_reference_implementation() -> None:
     """Losses and gradient norms of a step with tiny learning rates equal those of transformers on the same episodes."""
-    trainer = make_quiet_trainer(
-        actor__lr=1e-12,
-        critic__lr=1e-12,
-        actor__use_kl_loss=True,
-        actor__entropy_coeff=0.1,
-        rollout__temperature=0.8,
-        actor__kl_loss_type="kl",
-    )
+    kl_settings = {"actor__use_kl_loss": True, "actor__kl_loss_type": "kl"}
+    rates = {"actor__lr": 1e-12, "critic__lr": 1e-12}
+    trainer = make_quiet_trainer(**kl_settings, **rates, actor__entropy_coeff=0.1, rollout__temperature=0.8)
     config, critic = trainer.config, trainer.critic
     assert critic is not None
     batch = collate(replay_step(trainer, 1))
@@ -251,32 +218,22 @@ def test_step_matches_reference_implementation() -> None:
 
 
 def test_totals_are_sums_of_the_steps() -> None:
-    rows = run_steps(make_quiet_trainer(filter__rollout_filter_strategy="top_k_abs", filter__rollout_filter_value=1), 3)
+    rows = run_steps(make_quiet_trainer(**ONE_GROUP), 3)
     for name in ("optimizer_steps", "env_steps", "sampled_tokens", "trained_tokens"):
         assert [row[f"total_{name}"] for row in rows] == np.cumsum([row[name] for row in rows]).tolist()
         assert all(row[name] > 0 for row in rows)
     assert all(row["trained_tokens"] < row["sampled_tokens"] for row in rows)
 
 
-def test_copies_count_as_trained_tokens() -> None:
-    trainer = make_quiet_trainer(
-        filter__rollout_filter_strategy="top_k_abs",
-        filter__rollout_filter_value=1,
-        actor__ppo_mini_batch_size=8,
-        critic__ppo_mini_batch_size=8,
-    )
+def test_copies_count_as_trained_tokens_and_the_batch_is_a_multiple_of_the_groups_too() -> None:
+    trainer = make_quiet_trainer(**ONE_GROUP, actor__ppo_mini_batch_size=8, critic__ppo_mini_batch_size=8)
     episodes = replay_step(trainer, 1)
     (row,) = run_steps(trainer, 1)
     tokens = [sum(e.response_tokens for e in episodes if e.group == group) for group in range(2)]
     assert row["batch_size"] == 8  # four episodes, each trained on twice
     assert row["trained_tokens"] in (2 * tokens[0], 2 * tokens[1])
     assert row["optimizer_steps"] == 1
-
-
-def test_the_batch_is_a_multiple_of_the_groups_too() -> None:
-    trainer = make_quiet_trainer(
-        env__env_groups=3, filter__rollout_filter_strategy="top_k_abs", filter__rollout_filter_value=2
-    )
+    trainer = make_quiet_trainer(**{**ONE_GROUP, "filter__rollout_filter_value": 2}, env__env_groups=3)
     (row,) = run_steps(trainer, 1)
     # Eight episodes of two groups are filled up to a multiple of lcm(3 groups, mini-batch 4).
     assert (row["groups_kept"], row["batch_size"], row["optimizer_steps"]) == (2, 12, 3)
@@ -284,11 +241,8 @@ def test_the_batch_is_a_multiple_of_the_groups_too() -> None:
 
 def test_a_step_with_nothing_kept_trains_nothing_and_is_validated_where_that_is_due(random_folder: Path) -> None:
     # The random model never writes a valid answer: every score is -0.5.
-    trainer = PPOTrainer(
-        make_small_config(
-            model__path=str(random_folder), filter__rollout_filter_include_zero=False, trainer__test_freq=2
-        )
-    )
+    settings = {"model__path": str(random_folder), "filter__rollout_filter_include_zero": False}
+    trainer = PPOTrainer(make_small_config(**settings, trainer__test_freq=2))
     old_weights = copy_weights(trainer)
     outputs = [trainer.step() for _ in range(3)]
     for number, (row, evaluations) in enumerate(((step.row, step.evaluations) for step in outputs), start=1):
@@ -311,12 +265,6 @@ def test_an_evaluation_of_something_else_is_refused(split: str, mode: str) -> No
         make_quiet_trainer().evaluate(split, mode)
 
 
-def test_steps_in_a_row_with_nothing_kept_are_counted_anew_after_one_that_kept_some() -> None:
-    trainer = make_quiet_trainer()
-    trainer.consecutive_empty_steps = 3
-    assert run_steps(trainer, 1)[0]["consecutive_empty_steps"] == 0
-
-
 def test_while_the_critic_warms_up_the_policy_stands_still() -> None:
     trainer = make_quiet_trainer(trainer__critic_warmup=2)
     old_weights = copy_weights(trainer)
@@ -331,10 +279,8 @@ def test_while_the_critic_warms_up_the_policy_stands_still() -> None:
 
 
 def test_zero_task_advantage_stops_the_policy_and_not_the_critic() -> None:
-    trainer, zero_trainer = (
-        make_quiet_trainer(),
-        make_quiet_trainer(algorithm__zero_task_advantage=True, actor__weight_decay=0.0),
-    )
+    trainer = make_quiet_trainer()
+    zero_trainer = make_quiet_trainer(algorithm__zero_task_advantage=True, actor__weight_decay=0.0)
     old_weights = copy_weights(zero_trainer)
     row, zero_row = run_steps(trainer, 1)[0], run_steps(zero_trainer, 1)[0]
     assert not has_changed(zero_trainer, old_weights, "actor/")
@@ -347,10 +293,8 @@ def test_zero_task_advantage_stops_the_policy_and_not_the_critic() -> None:
 @pytest.mark.parametrize(("mode", "factor"), [("none", 1.0), ("linear", 0.5), ("sqrt", 0.5**0.5)])
 def test_the_filters_share_scales_the_policys_gradient(mode: str, factor: float) -> None:
     def measure_norm(scaling: str) -> float:
-        settings = {"filter__rollout_filter_strategy": "top_k_abs", "filter__rollout_filter_value": 1}
-        return float(
-            run_steps(make_quiet_trainer(**settings, actor__filter_loss_scaling=scaling), 1)[0]["actor_grad_norm"]
-        )
+        (row,) = run_steps(make_quiet_trainer(**ONE_GROUP, actor__filter_loss_scaling=scaling), 1)
+        return float(row["actor_grad_norm"])
 
     assert measure_norm(mode) == pytest.approx(factor * measure_norm("none"), rel=1e-4)
 
@@ -367,14 +311,7 @@ def test_a_reference_is_kept_only_where_one_is_needed_and_never_moves() -> None:
 
 @pytest.mark.long
 def test_the_kl_at_validations_is_measured_without_a_kl_term_and_changes_nothing_else() -> None:
-    settings = {
-        "actor__lr": 1e-3,
-        "rollout__val_temperature": 0.7,
-        "trainer__test_freq": 2,
-        "trainer__val_before_train": True,
-        "env__val_env_groups": 3,
-        "env__val_group_size": 2,
-    }
+    settings = {**VALIDATIONS, "actor__lr": 1e-3, "rollout__val_temperature": 0.7, "trainer__test_freq": 2}
     trainer = make_quiet_trainer(**settings, trainer__measure_val_kl=True)
     calls: list[tuple[list[Episode], float]] = []
     recompute = trainer.engine.recompute_logprobs
@@ -392,12 +329,8 @@ def test_the_kl_at_validations_is_measured_without_a_kl_term_and_changes_nothing
     episodes = calls[-1][0]
     assert trainer.reference is not None
     ref_episodes = recompute_logprobs(trainer.reference, episodes, 0.7, 2, trainer.device)
-    log_ratios = np.concatenate(
-        [
-            (episode.logprobs.astype(float) - ref_episode.logprobs)[episode.mask]
-            for episode, ref_episode in zip(episodes, ref_episodes, strict=True)
-        ]
-    )
+    pairs = zip(episodes, ref_episodes, strict=True)
+    log_ratios = np.concatenate([(one.logprobs.astype(float) - ref.logprobs)[one.mask] for one, ref in pairs])
     expected_kl = np.minimum(np.exp(-log_ratios) + log_ratios - 1, 10).mean()
     assert expected_kl > 1e-4
     assert rows[1].pop("val_kl_to_reference") == pytest.approx(expected_kl, rel=1e-4)
@@ -417,14 +350,8 @@ def test_greedy_validations_measure_no_kl_and_need_no_reference() -> None:
 
 @pytest.mark.long
 def test_recorded_episodes_are_the_first_of_the_first_levels_and_change_nothing_else() -> None:
-    settings = {
-        "trainer__test_freq": 1,
-        "trainer__val_before_train": True,
-        "trainer__total_training_steps": 2,
-        "env__val_env_groups": 3,
-        "env__val_group_size": 2,
-        "env__test_env_groups": 2,
-    }
+    lengths = {"trainer__test_freq": 1, "trainer__total_training_steps": 2, "env__test_env_groups": 2}
+    settings = {**VALIDATIONS, **lengths}
     trainer = make_quiet_trainer(**settings, trainer__log_val_generations=2)
     rollouts: list[list[Episode]] = record_results(trainer, "_roll_out_levels")
     outputs = [trainer.step() for _ in range(2)]
@@ -518,13 +445,8 @@ def test_more_episodes_than_levels_are_one_of_each_level() -> None:
 @pytest.mark.long
 def test_the_kl_penalty_holds_the_policy_near_the_reference() -> None:
     def measure_drift(coefficient: float) -> float:
-        trainer = make_quiet_trainer(
-            actor__use_kl_loss=True,
-            actor__kl_loss_coef=coefficient,
-            actor__lr=1e-3,
-            trainer__total_training_steps=4,
-            env__group_size=8,
-        )
+        settings = {"actor__lr": 1e-3, "trainer__total_training_steps": 4, "env__group_size": 8}
+        trainer = make_quiet_trainer(**settings, actor__use_kl_loss=True, actor__kl_loss_coef=coefficient)
         return float(run_steps(trainer, 4)[-1]["kl_to_reference"])
 
     assert measure_drift(10.0) < 0.7 * measure_drift(1e-6)

@@ -24,12 +24,6 @@ from trainable.runs.records import TIME_COLUMNS
 # ---------------------------------------------------------------------------- evaluation
 
 
-def list_evaluations(trainer: PPOTrainer, count: int) -> list[list[tuple[int, str, str]]]:
-    return [
-        [(evaluation.step, evaluation.split, evaluation.mode) for evaluation in trainer.step()[1]] for _ in range(count)
-    ]
-
-
 BASE = [(0, "val", "sampled"), (0, "val", "greedy")]
 
 
@@ -44,7 +38,7 @@ BASE = [(0, "val", "sampled"), (0, "val", "greedy")]
 )
 def test_when_validation_happens(freq: int, expected: list[Any]) -> None:
     trainer = PPOTrainer(make_small_config(trainer__test_freq=freq, env__val_env_groups=2, env__test_env_groups=0))
-    assert list_evaluations(trainer, 3) == expected
+    assert [[(e.step, e.split, e.mode) for e in trainer.step()[1]] for _ in range(3)] == expected
 
 
 def test_the_base_policy_is_validated_before_the_first_update_only() -> None:
@@ -66,9 +60,8 @@ def test_the_base_policy_is_validated_before_the_first_update_only() -> None:
 
 @pytest.mark.long
 def test_validation_always_plays_the_same_levels_with_fresh_draws() -> None:
-    trainer = PPOTrainer(
-        make_small_config(trainer__test_freq=1, actor__lr=1e-12, critic__lr=1e-12, env__val_env_groups=64)
-    )
+    settings = {"trainer__test_freq": 1, "actor__lr": 1e-12, "critic__lr": 1e-12, "env__val_env_groups": 64}
+    trainer = PPOTrainer(make_small_config(**settings))
     evaluations = [e for _ in range(3) for e in trainer.step()[1] if e.mode == "sampled"]
     assert all(e.levels == tuple(range(123, 187)) for e in evaluations)
     assert len({e.clusters for e in evaluations}) == 1
@@ -93,17 +86,13 @@ def test_levels_that_are_alike_share_a_cluster() -> None:
 
 
 def test_success_on_unseen_levels_leaves_out_levels_of_the_training_run() -> None:
-    trainer = PPOTrainer(
-        make_small_config(env__val_env_groups=64, env__val_group_size=2, trainer__total_training_steps=40)
-    )
+    settings = {"env__val_env_groups": 64, "env__val_group_size": 2, "trainer__total_training_steps": 40}
+    trainer = PPOTrainer(make_small_config(**settings))
     evaluation = trainer.evaluate("val", "sampled")
     row = summarize_validation([evaluation], trainer.is_val_unseen)
     training_keys = {level.key for levels in trainer.levels for level in levels}
-    unseen_successes = [
-        success
-        for number, success in enumerate(evaluation.successes)
-        if trainer.val_levels[number // 2].key not in training_keys
-    ]
+    is_unseen = [level.key not in training_keys for level in trainer.val_levels for _ in range(2)]
+    unseen_successes = np.array(evaluation.successes)[is_unseen]
     assert 0 < len(unseen_successes) < 128
     assert row["val_success_unseen"] == pytest.approx(np.mean(unseen_successes))
     assert row["val_success"] == pytest.approx(np.mean(evaluation.successes))
@@ -114,11 +103,8 @@ def test_closing_adds_greedy_and_test_success_and_their_time() -> None:
     trainer = PPOTrainer(make_small_config(trainer__total_training_steps=1))
     row_before = trainer.step().row
     row, evaluations = trainer.evaluate_final(row_before)
-    assert [(e.step, e.split, e.mode) for e in evaluations] == [
-        (1, "val", "greedy"),
-        (1, "test", "sampled"),
-        (1, "test", "greedy"),
-    ]
+    expected = [(1, "val", "greedy"), (1, "test", "sampled"), (1, "test", "greedy")]
+    assert [(e.step, e.split, e.mode) for e in evaluations] == expected
     columns = ("val_greedy_success", "test_success", "test_greedy_success")
     assert [row[name] for name in columns] == [e.success for e in evaluations]
     assert evaluations[1].levels == tuple(level.seed for level in make_test_levels(8))
@@ -260,9 +246,8 @@ def test_seeds_change_levels_draws_and_critic_and_never_validation_levels() -> N
     assert zero.critic is not None
     assert one.critic is not None
     assert not torch.equal(zero.critic.score.weight, one.critic.score.weight)
-    assert (
-        [level.seed for level in zero.val_levels] == [level.seed for level in one.val_levels] == list(range(123, 139))
-    )
+    for trainer in (zero, one):
+        assert [level.seed for level in trainer.val_levels] == list(range(123, 139))
     evaluations, other_evaluations = zero.step()[1], one.step()[1]
     assert [e.levels for e in evaluations] == [e.levels for e in other_evaluations]
     assert evaluations[0].successes != other_evaluations[0].successes  # sampled
@@ -290,15 +275,8 @@ def test_arms_of_one_seed_start_alike() -> None:
 
 @pytest.mark.parametrize("seed", [0, 3])
 def test_training_and_validation_levels_are_no_test_levels(seed: int) -> None:
-    trainer = PPOTrainer(
-        make_small_config(
-            seed=seed,
-            env__env_groups=8,
-            env__test_env_groups=512,
-            env__val_env_groups=512,
-            trainer__total_training_steps=50,
-        )
-    )
+    levels = {"env__env_groups": 8, "env__test_env_groups": 512, "env__val_env_groups": 512}
+    trainer = PPOTrainer(make_small_config(**levels, seed=seed, trainer__total_training_steps=50))
     test_keys = level_sets.collect_level_keys(trainer.test_levels)
     trained = [level for levels in trainer.levels for level in levels]
     assert len(trained) == 400

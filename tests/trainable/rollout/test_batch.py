@@ -26,15 +26,16 @@ def test_every_number_of_an_episode_is_at_its_place(episodes) -> None:
         assert batch.rewards[row, :size].tolist() == place_turn_rewards(episode).tolist()
         assert int(batch.group_ids[row]) == episode.group
         assert float(batch.scores[row]) == pytest.approx(episode.score)
-
-
-@draw_examples(30)
-@given(episode_lists)
-def test_rewards_add_up_to_the_score_wherever_they_are_placed(episodes) -> None:
-    batch = collate(episodes)
+    # Rewards add up to the score wherever they are placed.
     for rewards in (batch.rewards, place_episode_scores(batch)):
         torch.testing.assert_close(rewards.sum(1), batch.scores, rtol=1e-4, atol=1e-5)
         assert not rewards[~batch.mask].any()
+    # A trained token is predicted from the one before it.
+    positions = batch.find_prediction_positions()
+    width = batch.tokens.shape[1]
+    trained_positions = [(row, t) for row, episode in enumerate(episodes) for t in np.flatnonzero(episode.mask)]
+    assert positions.tolist() == [row * width + t - 1 for row, t in trained_positions]
+    assert batch.tokens[batch.mask].tolist() == [int(episodes[row].tokens[t]) for row, t in trained_positions]
 
 
 def test_places_of_rewards() -> None:
@@ -44,17 +45,6 @@ def test_places_of_rewards() -> None:
     torch.testing.assert_close(batch.rewards, torch.tensor(expected))
     final_scores = place_episode_scores(batch)
     torch.testing.assert_close(final_scores, torch.tensor([[0, 0, 0, 0, 0, 0, 0, 10.7], [0, -0.1, 0, 0, 0, 0, 0, 0]]))
-
-
-@draw_examples(30)
-@given(episode_lists)
-def test_a_trained_token_is_predicted_from_the_one_before_it(episodes) -> None:
-    batch = collate(episodes)
-    positions = batch.find_prediction_positions()
-    width = batch.tokens.shape[1]
-    trained_positions = [(row, t) for row, episode in enumerate(episodes) for t in np.flatnonzero(episode.mask)]
-    assert positions.tolist() == [row * width + t - 1 for row, t in trained_positions]
-    assert batch.tokens[batch.mask].tolist() == [int(episodes[row].tokens[t]) for row, t in trained_positions]
 
 
 @draw_examples(30)
@@ -73,11 +63,8 @@ def test_all_tensors_are_on_the_device_of_the_batch() -> None:
     batch = collate(make_random_episodes(4, 2))
     expected = place_episode_scores(batch)
     with torch.device("meta"):
-        actual, positions, rows = (
-            place_episode_scores(batch),
-            batch.find_prediction_positions(),
-            batch.select_rows(torch.tensor([0, 2], device="cpu")),
-        )
+        actual, positions = place_episode_scores(batch), batch.find_prediction_positions()
+        rows = batch.select_rows(torch.tensor([0, 2], device="cpu"))
     assert torch.equal(actual, expected)
     assert positions.device.type == rows.tokens.device.type == "cpu"
     assert isinstance(rows, Batch)

@@ -65,28 +65,18 @@ def test_a_tile_is_the_product_of_its_inputs_and_nothing_else(rows: int, vectors
             np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
 
 
-def exponentiate(x: Floats, length: int) -> None:
-    kernels.exponentiate(x, length, np.float32(0))
-
-
-def test_the_exponential_of_a_difference_and_its_sum() -> None:
+def test_the_exponential_is_that_of_numpy_to_the_last_bits() -> None:
     x = draw_floats(37)
     expected = np.exp(x[:35].astype(np.float64) - 1.5)
     total = kernels.exponentiate(x, 35, np.float32(1.5))
     np.testing.assert_allclose(x[:35], expected, rtol=2e-6)
     assert total == pytest.approx(expected.sum(), rel=1e-6)
-
-
-def test_the_exponential_is_that_of_numpy_to_the_last_bits() -> None:
     x = np.linspace(-87, 88, 100_001, dtype=np.float32)
     expected = np.exp(x.astype(np.float64))
-    exponentiate(x, len(x))
+    kernels.exponentiate(x, len(x), np.float32(0))
     np.testing.assert_allclose(x, expected, rtol=2e-7)
-
-
-def test_the_exponential_of_what_is_not_ordinary() -> None:
     x = np.array([0, -87.5, -1e30, -np.inf, np.nan, 7], dtype=np.float32)
-    exponentiate(x, 5)
+    kernels.exponentiate(x, 5, np.float32(0))
     np.testing.assert_array_equal(x, np.array([1, 0, 0, 0, np.nan, 7], dtype=np.float32))
 
 
@@ -114,12 +104,9 @@ BELOW_ONE = 1 - 2**-24
     uniform=st.one_of(st.sampled_from([0.0, 0.5, BELOW_ONE]), st.floats(0, BELOW_ONE, width=32)),
 )
 def test_a_draw_is_that_of_the_torch_sampler(logits: list[float], temperature: float, uniform: float) -> None:
-    expected_token, expected_logprob, expected_entropy = (
-        column.item()
-        for column in sample_tokens(
-            torch.tensor([logits], dtype=torch.float32), temperature, torch.tensor([uniform], dtype=torch.float32)
-        )
-    )
+    rows, uniforms = torch.tensor([logits], dtype=torch.float32), torch.tensor([uniform], dtype=torch.float32)
+    columns = sample_tokens(rows, temperature, uniforms)
+    expected_token, expected_logprob, expected_entropy = (column.item() for column in columns)
     token, logprob, entropy = draw_compiled(logits, temperature, uniform)
     if token != expected_token and temperature == 0:  # equal log-probs in torch, which takes the first one
         assert logits[token] == pytest.approx(logits[int(expected_token)], rel=1e-6, abs=1e-6)
@@ -153,10 +140,7 @@ def play_turns(sampler: Sampler, temperature: float, turns: int, copies: int = 3
     """Replies of each turn of `plan_turns`, to prompts of unequal lengths."""
     params = SamplingParams(temperature, REPLY_TOKENS, 2)
     conversation = sampler.start_conversation(PROMPTS, copies, params, np.random.default_rng(3))
-    return [
-        conversation.sample_replies(rows, observations)
-        for rows, observations in plan_turns(turns, len(PROMPTS) * copies)
-    ]
+    return [conversation.sample_replies(*turn) for turn in plan_turns(turns, len(PROMPTS) * copies)]
 
 
 def compute_distance_to_boundary(
@@ -298,10 +282,7 @@ def test_the_stored_machine_code_names_no_class_of_ours() -> None:
     [
         ({"hidden_size": 516, "num_attention_heads": 1}, "its hidden size of 516 is above 512"),
         ({"hidden_size": 12, "num_attention_heads": 2}, "its head size of 6 is not a multiple of 4"),
-        (
-            {"vocab_size": 300_000},
-            "its largest matrix has 4,800,000 elements, and compiled code takes at most 4,000,000",
-        ),
+        ({"vocab_size": 300_000}, "its largest matrix has 4,800,000 elements, and compiled code .* at most 4,000,000"),
         ({"intermediate_size": 26}, "its intermediate size of 26 is not a multiple of 4"),
     ],
 )

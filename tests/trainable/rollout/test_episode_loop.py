@@ -1,5 +1,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -66,17 +67,13 @@ def summarize(episode: Episode) -> tuple[StopReason, float, int, int, int]:
 
 
 MALFORMED = "D" + END_OF_MESSAGE
-
-
-def test_level_123_in_three_actions_is_worth_10_7() -> None:
-    episode = play_one(answer("DL"), answer("U"))
-    assert summarize(episode) == (StopReason.SUCCESS, 10.7, 3, 2, 0)
-    assert episode.success
-    assert episode.turn_rewards == pytest.approx((-0.2, 10.9))
+MIXED = "P</think><answer>U || Down</answer>" + END_OF_MESSAGE  # an unknown word, and Down
 
 
 # Right is blocked by a wall: the action is legal, has no effect, and costs its price.
 ENDS: dict[str, tuple[list[str], dict[str, Any], tuple[StopReason, float, int, int, int]]] = {
+    "level 123 takes three actions": ([answer("DL"), answer("U")], {}, (StopReason.SUCCESS, 10.7, 3, 2, 0)),
+    "an unknown word is penalised once": ([MIXED, answer("LU")], {}, (StopReason.SUCCESS, 10.6, 3, 2, 1)),
     "what follows the solving action is not played": (
         [answer("D"), answer("L"), answer("UU")],
         {},
@@ -109,7 +106,7 @@ def test_ends_and_scores_by_hand(name: str) -> None:
 def test_the_actions_of_a_turn_are_those_that_were_executed() -> None:
     solving_replies = [answer("RRRR"), answer("RRR"), answer("DLUU")]
     replies_and_actions = {
-        (answer("DL"), "P</think><answer>U || Down</answer>" + END_OF_MESSAGE, MALFORMED): ["DL", "D", "", "", ""],
+        (answer("DL"), MIXED, MALFORMED): ["DL", "D", "", "", ""],
         tuple(solving_replies): ["RRRR", "RRR", "DLU"],  # not the second Up, which comes after the solution
         (answer("RRRR"), answer("RRRR"), answer("RRDL")): ["RRRR", "RRRR", "RR"],  # ten actions, and no more
     }
@@ -135,21 +132,13 @@ def test_the_actions_of_the_turns_replay_the_rewards_of_the_episode(many_episode
         assert is_solved == episode.success
 
 
-def test_a_turn_with_an_unknown_word_plays_the_others_and_is_penalised_once() -> None:
-    mixed_reply = "P</think><answer>U || Down</answer>" + END_OF_MESSAGE
-    episode = play_one(mixed_reply, answer("LU"))
-    assert summarize(episode) == (StopReason.SUCCESS, 10.6, 3, 2, 1)
-    assert episode.turn_rewards == pytest.approx((-0.2, 10.8))
-
-
 def decode_observations(sampler: ScriptedSampler, row: int = 0) -> list[str]:
     """Decode the tokens that the row received after each of its replies except the last."""
     return [TOKENIZER.decode(turn[row], skip_special_tokens=False) for turn in sampler.requests[1:] if row in turn]
 
 
 def test_the_model_is_shown_rewards_without_penalties_and_what_is_left() -> None:
-    mixed_reply = "P</think><answer>U || Down</answer>" + END_OF_MESSAGE
-    _, sampler = play([[mixed_reply, MALFORMED, answer("LU")]])
+    _, sampler = play([[MIXED, MALFORMED, answer("LU")]])
     second_turn, third_turn = decode_observations(sampler)
     state = "State:\n####\nO###\nX_##\n_P##\n9 actions left"
     assert second_turn.startswith(f"\n<|im_start|>user\nReward:\n-0.1\nTurn 2:\n{state}")
@@ -196,9 +185,8 @@ def test_sampled_tokens_are_those_of_the_sampler_with_its_numbers(many_episodes:
         assert len(replies) == len(episode.texts) == len(episode.turn_rewards)
         for turn, reply in enumerate(replies):
             is_reply = episode.mask & (episode.turns == turn)
-            assert np.flatnonzero(is_reply).tolist() == list(
-                range(np.argmax(is_reply), np.argmax(is_reply) + len(reply.token_ids))
-            )
+            start = int(np.argmax(is_reply))
+            assert np.flatnonzero(is_reply).tolist() == list(range(start, start + len(reply.token_ids)))
             assert episode.tokens[is_reply].tolist() == reply.token_ids.tolist() == encode(SCRIPT[row][turn])
             assert episode.logprobs[is_reply].tolist() == reply.logprobs.tolist()
             assert episode.entropies[is_reply].tolist() == reply.entropies.tolist()
@@ -207,11 +195,15 @@ def test_sampled_tokens_are_those_of_the_sampler_with_its_numbers(many_episodes:
         assert not episode.entropies[~episode.mask].any()
 
 
-def test_given_tokens_are_the_prompt_and_what_the_sampler_was_given(many_episodes: PlayedEpisodes) -> None:
+def test_given_tokens_are_the_prompt_and_what_the_sampler_was_given_until_the_row_ended(
+    many_episodes: PlayedEpisodes,
+) -> None:
     episodes, sampler = many_episodes
     for row, episode in enumerate(episodes):
         observations = [turn[row] for turn in sampler.requests if row in turn]
         assert observations[0] == []
+        num_turns = len(episode.texts)  # a row that has ended is not asked again
+        assert [row in turn for turn in sampler.requests] == [turn < num_turns for turn in range(len(sampler.requests))]
         inputs = [sampler.prompts[row], *observations[1:]]
         for turn, input_ids in enumerate(inputs):
             is_input = ~episode.mask & (episode.turns == turn)
@@ -233,14 +225,6 @@ def test_episodes_of_a_group_stand_together_and_share_level_and_prompt(many_epis
         assert not episode.mask[: len(prompt)].any()
     assert sampler.prompts[0] != sampler.prompts[4]
     assert episodes[4].success  # level 124 is solved by Up alone
-
-
-def test_a_row_that_has_ended_is_not_asked_again(many_episodes: PlayedEpisodes) -> None:
-    episodes, sampler = many_episodes
-    for row, episode in enumerate(episodes):
-        assert [row in turn for turn in sampler.requests] == [
-            index < len(episode.texts) for index in range(len(sampler.requests))
-        ]
 
 
 def test_a_conversation_that_would_outgrow_the_context_ends() -> None:
@@ -305,18 +289,15 @@ def test_episodes_do_not_depend_on_the_order_in_which_replies_finish(data: st.Da
     def draw_rows(rows: list[int]) -> list[int]:
         return data.draw(st.lists(st.sampled_from(rows), min_size=1, unique=True))
 
-    streamed_episodes, streaming_sampler = play(
-        SCRIPTS, levels=2, copies=3, make_sampler=lambda script: StreamingSampler(script, draws=draw_rows)
-    )
+    make_sampler = partial(StreamingSampler, draws=draw_rows)
+    streamed_episodes, streaming_sampler = play(SCRIPTS, levels=2, copies=3, make_sampler=make_sampler)
     assert isinstance(streaming_sampler, StreamingSampler)
     assert not streaming_sampler.waiting
     for episode, streamed_episode in zip(episodes, streamed_episodes, strict=True):
         for name, value in episode._asdict().items():
             streamed_value = getattr(streamed_episode, name)
-            is_equal = (
-                np.array_equal(streamed_value, value) if isinstance(value, np.ndarray) else streamed_value == value
-            )
-            assert is_equal, name
+            is_array = isinstance(value, np.ndarray)
+            assert np.array_equal(streamed_value, value) if is_array else streamed_value == value, name
     # Every row got the same messages, in its own order.
     for row in range(len(SCRIPTS)):
         messages = [request[row] for request in sampler.requests if row in request]
@@ -330,7 +311,7 @@ def test_an_episode_goes_on_while_others_wait() -> None:
         order.append(rows[0])
         return rows[:1]
 
-    play([SCRIPTS[3]] * 2, copies=2, make_sampler=lambda script: StreamingSampler(script, draws=finish_first))
+    play([SCRIPTS[3]] * 2, copies=2, make_sampler=partial(StreamingSampler, draws=finish_first))
     assert order == [0] * 5 + [1] * 5
 
 

@@ -36,17 +36,13 @@ def test_a_draw_inverts_the_distribution_function() -> None:
     logits = np.log([0.5, 0.25, 0.25]).tolist()
     uniforms = [0.0, 0.25, 0.4999, 0.5001, 0.7499, 0.7501, 0.9999, BELOW_ONE]
     assert sample_ids(logits, uniforms) == [0, 0, 0, 1, 1, 2, 2, 2]
-
-
-def test_a_token_without_probability_is_never_drawn() -> None:
+    # A token without probability is never drawn.
     impossible = -float("inf")
     logits = [impossible, 0.0, impossible, 0.0, impossible]
     assert sample_ids(logits, [0.0, 0.499, 0.501, BELOW_ONE]) == [1, 1, 3, 3]
     # A probability that is 0 in float32 counts as no probability.
     assert sample_ids([-200.0, 0.0, -200.0], [0.0, BELOW_ONE]) == [1, 1]
-
-
-def test_a_draw_near_one_stays_inside_the_vocabulary() -> None:
+    # A draw near one stays inside the vocabulary.
     logits = 3 * torch.randn(500, 60, generator=torch.Generator().manual_seed(0))
     assert (logits.softmax(-1).double().sum(-1) < BELOW_ONE).sum() > 50  # rounding leaves a difference to 1
     tokens, logprobs, _ = sample_tokens(logits, 1.0, torch.full((500,), BELOW_ONE))
@@ -111,11 +107,8 @@ def run_conversation(
     params = SamplingParams(temperature, length, STOP)
     conversation = sampler.start_conversation(prompts, copies, params, np.random.default_rng(7))
     all_rows = list(range(len(prompts) * copies))
-    turns = [dict(zip(all_rows, conversation.sample_replies(all_rows, [[]] * len(all_rows)), strict=True))]
-
-    for rows, observations in script:
-        turns.append(dict(zip(rows, conversation.sample_replies(rows, observations), strict=True)))
-    return turns
+    turns = [(all_rows, [[]] * len(all_rows)), *script]
+    return [dict(zip(turn[0], conversation.sample_replies(*turn), strict=True)) for turn in turns]
 
 
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11]]
@@ -156,9 +149,8 @@ def test_numbers_of_every_turn_are_those_of_a_full_forward(model: Qwen2, sampler
             with torch.no_grad():
                 logits = twin(input_ids=tokens).logits[0, len(context) - 1 : -1] / (temperature or 1.0)
             expected = torch.distributions.Categorical(logits=logits)
-            np.testing.assert_allclose(
-                reply.logprobs, expected.log_prob(tokens[0, len(context) :]), rtol=1e-5, atol=1e-5
-            )
+            expected_logprobs = expected.log_prob(tokens[0, len(context) :])
+            np.testing.assert_allclose(reply.logprobs, expected_logprobs, rtol=1e-5, atol=1e-5)
             np.testing.assert_allclose(reply.entropies, expected.entropy(), rtol=1e-5, atol=1e-5)
             if temperature == 0:
                 assert reply.token_ids.tolist() == logits.argmax(-1).tolist()
@@ -174,11 +166,8 @@ def test_replies_end_with_the_stop_token_or_at_their_length(sampler: Sampler) ->
         assert reply.finished == (reply.token_ids[-1] == STOP)
         assert reply.finished or len(reply.token_ids) == 9
         assert len(reply.token_ids) == len(reply.logprobs) == len(reply.entropies)
-        assert (reply.token_ids.dtype, reply.logprobs.dtype, reply.entropies.dtype) == (
-            np.int64,
-            np.float32,
-            np.float32,
-        )
+        assert reply.token_ids.dtype == np.int64
+        assert reply.logprobs.dtype == reply.entropies.dtype == np.float32
     assert 10 < sum(reply.finished for reply in replies) < len(replies)
 
 
@@ -187,40 +176,30 @@ def assert_same_reply(actual: SampledReply, expected: SampledReply) -> None:
     np.testing.assert_allclose(actual.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
 
 
-def test_dropping_rows_changes_no_other_row(sampler: Sampler) -> None:
+def test_dropping_and_adding_rows_changes_no_other_row(sampler: Sampler) -> None:
     rows = range(12)
     all_turns = run_conversation(sampler, PROMPTS, 4, make_full_script(rows))
     live_rows = [2, 3, 7, 11]
     (_, second_observations), (_, third_observations) = make_full_script(rows)
-    partial_turns = run_conversation(
-        sampler,
-        PROMPTS,
-        4,
-        [
-            (live_rows, [second_observations[row] for row in live_rows]),
-            (live_rows[1:], [third_observations[row] for row in live_rows[1:]]),
-        ],
-    )
+    script = [
+        (live_rows, [second_observations[row] for row in live_rows]),
+        (live_rows[1:], [third_observations[row] for row in live_rows[1:]]),
+    ]
+    partial_turns = run_conversation(sampler, PROMPTS, 4, script)
     for turn, remaining_rows in enumerate((rows, live_rows, live_rows[1:])):
         for row in remaining_rows:
             assert_same_reply(partial_turns[turn][row], all_turns[turn][row])
-
-
-def test_adding_rows_changes_no_row_before_them(sampler: Sampler) -> None:
     fewer_turns = run_conversation(sampler, PROMPTS[:2], 4, make_full_script(range(8)))
-    more_turns = run_conversation(sampler, PROMPTS, 4, make_full_script(range(12)))
     for turn in range(3):
         for row in range(8):
-            assert_same_reply(fewer_turns[turn][row], more_turns[turn][row])
+            assert_same_reply(fewer_turns[turn][row], all_turns[turn][row])
 
 
 def test_copies_of_a_prompt_differ_and_equal_generators_agree(sampler: Sampler) -> None:
-    (first_turn,) = run_conversation(sampler, PROMPTS[:1], 16, [])
-    (repeated_turn,) = run_conversation(sampler, PROMPTS[:1], 16, [])
-    assert [reply.token_ids.tolist() for reply in first_turn.values()] == [
-        reply.token_ids.tolist() for reply in repeated_turn.values()
-    ]
-    assert len({tuple(reply.token_ids.tolist()) for reply in first_turn.values()}) > 8
+    turns = [run_conversation(sampler, PROMPTS[:1], 16, [])[0] for _ in range(2)]
+    first, repeated = ([tuple(reply.token_ids.tolist()) for reply in turn.values()] for turn in turns)
+    assert first == repeated
+    assert len(set(first)) > 8
 
 
 def test_first_tokens_follow_the_model(model: Qwen2, sampler: Sampler) -> None:

@@ -43,26 +43,20 @@ def has_step(folder: Path, step: int) -> bool:
     return has_equal_tensors and values == {**VALUES, "step": step}
 
 
-def test_what_was_written_is_read_bit_for_bit(tmp_path: Path) -> None:
+def test_what_was_written_is_read_bit_for_bit_and_nothing_is_pickled(tmp_path: Path) -> None:
     assert has_step(write_step(tmp_path / "a" / "b" / "state"), 7)
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["state"]
     assert sorted(path.name for path in (tmp_path / "a" / "b" / "state").iterdir()) == sorted(FILES)
-
-
-def test_nothing_is_pickled(tmp_path: Path) -> None:
-    write_step(tmp_path / "state")
-    for name in FILES:
-        start = (tmp_path / "state" / name).read_bytes()[:16]
-        assert not start.startswith((b"\x80", b"PK"))
-        assert b"{" in start
-
-
-def test_gradients_and_views_are_no_obstacle(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.ones(3, 4))
     write_checkpoint(tmp_path / "state", {"w": weight, "part": torch.arange(12).view(3, 4)[:, 1:2]}, {})
     tensors, _ = read_checkpoint(tmp_path / "state")
     assert torch.equal(tensors["w"], torch.ones(3, 4))
     assert tensors["part"].tolist() == [[1], [5], [9]]
+    write_step(tmp_path / "state")
+    for name in FILES:
+        start = (tmp_path / "state" / name).read_bytes()[:16]
+        assert not start.startswith((b"\x80", b"PK"))
+        assert b"{" in start
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -103,10 +97,14 @@ def test_checksums_of_another_form_are_damaged(tmp_path: Path, text: str) -> Non
         read_checkpoint(tmp_path / "state")
 
 
-def test_an_empty_folder_has_no_checkpoints(tmp_path: Path) -> None:
+def test_checkpoints_are_numbered_by_their_names_the_latest_first(tmp_path: Path) -> None:
     assert list(iter_checkpoints(tmp_path / "state")) == []
     with pytest.raises(CheckpointError, match="state"):
         read_checkpoint(tmp_path / "state")
+    for name in ("step_9", "step_10", ".step_11.writing", ".step_8.old", "step_x", "other", "global_step_12"):
+        (tmp_path / name).mkdir()
+    expected = [(12, "global_step_12"), (10, "step_10"), (9, "step_9"), (8, "step_8")]
+    assert [(step, path.name) for step, path in iter_checkpoints(tmp_path)] == expected
 
 
 class Died(BaseException):
@@ -147,32 +145,15 @@ def write_rolling(folder: Path, step: int, keep: int = 2) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_the_newest_rolling_states_are_kept(tmp_path: Path) -> None:
-    assert [write_rolling(tmp_path, step) for step in (5, 10, 15)] == [
-        ["step_5"],
-        ["step_10", "step_5"],
-        ["step_10", "step_15"],
-    ]
+def test_the_newest_rolling_states_are_kept_and_abandoned_and_partial_ones_removed(tmp_path: Path) -> None:
+    expected = [["step_5"], ["step_10", "step_5"], ["step_10", "step_15"]]
+    assert [write_rolling(tmp_path, step) for step in (5, 10, 15)] == expected
     assert write_rolling(tmp_path, 20, keep=1) == ["step_20"]
     assert has_step(tmp_path / "step_20", 20)
-
-
-def test_abandoned_and_partial_checkpoints_are_removed(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
+    for step in (21, 22, 23):
         write_rolling(tmp_path, step)
-    (tmp_path / ".step_4.writing").mkdir()
-    assert write_rolling(tmp_path, 2) == ["step_2"]  # the run went back, and step 3 is of an abandoned attempt
-
-
-def test_checkpoints_are_numbered_by_their_names_the_latest_first(tmp_path: Path) -> None:
-    for name in ("step_9", "step_10", ".step_11.writing", ".step_8.old", "step_x", "other", "global_step_12"):
-        (tmp_path / name).mkdir()
-    assert [(step, path.name) for step, path in iter_checkpoints(tmp_path)] == [
-        (12, "global_step_12"),
-        (10, "step_10"),
-        (9, "step_9"),
-        (8, "step_8"),
-    ]
+    (tmp_path / ".step_24.writing").mkdir()
+    assert write_rolling(tmp_path, 22) == ["step_22"]  # the run went back, and step 23 is of an abandoned attempt
 
 
 def test_two_deaths_in_a_row_lose_nothing_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

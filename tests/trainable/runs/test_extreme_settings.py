@@ -65,9 +65,8 @@ def draw_sample(cases: Sequence[Settings], seed: int) -> list[Settings]:
 
 
 def make_params(cases: Sequence[Settings]) -> list[object]:
-    return [
-        pytest.param(settings, id=" ".join(f"{key}={value}" for key, value in settings.items())) for settings in cases
-    ]
+    ids = [" ".join(f"{key}={value}" for key, value in settings.items()) for settings in cases]
+    return [pytest.param(settings, id=id_) for settings, id_ in zip(cases, ids, strict=True)]
 
 
 PPO_CASES, SANDBOX_CASES = list_ppo_cases(), list(list_sandbox_cases())
@@ -85,9 +84,8 @@ def check_message(message: str, step: int) -> None:
 
 def check_ppo_run(settings: Settings) -> None:
     try:
-        trainer = make_quiet_trainer(
-            trainer__nonfinite_patience=1, **{key.replace(".", "__"): value for key, value in settings.items()}
-        )
+        overrides = {key.replace(".", "__"): value for key, value in settings.items()}
+        trainer = make_quiet_trainer(trainer__nonfinite_patience=1, **overrides)
     except ConfigError as error:
         check_refusal(str(error), list(settings)[-1])
         return
@@ -162,8 +160,7 @@ def check_sandbox_run(settings: Settings) -> None:
         for message in new_failures.values():
             check_message(message.replace("values of ", ""), step)
         failures |= new_failures
-    ended_seeds = set(failures) | set(trainer.final_states)
-    assert ended_seeds == {0, 1}
+    assert set(failures) | set(trainer.final_states) == {0, 1}
     for state in trainer.final_states.values():
         assert bool(state.tensors["adam/weights"].isfinite().all())
 

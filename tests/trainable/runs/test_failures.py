@@ -68,9 +68,8 @@ def test_the_message_is_one_line_and_the_trace_is_whole() -> None:
     assert classify_failure(RuntimeError(), True).message == "RuntimeError: no message"
     error_with_note = make_disk_full_error()
     error_with_note.add_note("Disk still full after 1 s.")
-    assert classify_failure(error_with_note, True).message.endswith(
-        "No space left on device Disk still full after 1 s."
-    )
+    message = classify_failure(error_with_note, True).message
+    assert message.endswith("No space left on device Disk still full after 1 s.")
 
 
 def test_a_failure_survives_the_way_to_another_process() -> None:

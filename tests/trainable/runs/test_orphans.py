@@ -78,9 +78,8 @@ def test_another_process_with_the_id_of_a_driver_is_not_the_driver(
     tmp_path: Path, children: list["subprocess.Popen[str]"]
 ) -> None:
     process = psutil.Process()
-    orphan = start(
-        children, make_ray_mark([tmp_path]).replace(str(process.create_time()), str(process.create_time() - 60))
-    )
+    times = (str(process.create_time()), str(process.create_time() - 60))
+    orphan = start(children, make_ray_mark([tmp_path]).replace(*times))
     terminate_orphans(tmp_path)
     assert not psutil.pid_exists(orphan.pid)
 

@@ -26,10 +26,6 @@ def limit_file_size() -> Iterator[Callable[[int], None]]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def remove_file_limit() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-
-
 def make_failing_writer(times: int, error: Exception) -> Callable[[], str]:
     remaining = [times]
 
@@ -42,40 +38,25 @@ def make_failing_writer(times: int, error: Exception) -> Callable[[], str]:
     return write
 
 
-def test_a_writer_waits_while_the_disk_is_full_and_reports_it_once() -> None:
-    messages: list[str] = []
-    error = OSError(errno.ENOSPC, "No space left on device")
-    assert call_with_retry(make_failing_writer(5, error), 60, messages.append) == "written"
-    assert messages == [
-        "waiting up to 60 s for disk space: [Errno 28] No space left on device",
-        "disk space is available again",
-    ]
+def test_a_writer_waits_for_a_full_disk_or_a_silent_storage_and_reports_it_once() -> None:
+    for error, place, words in (
+        (OSError(errno.ENOSPC, "No space left on device"), "", "disk space"),
+        (OSError("AWS Error NETWORK_CONNECTION"), "the storage", "the storage"),
+    ):
+        messages: list[str] = []
+        assert call_with_retry(make_failing_writer(5, error), 60, messages.append, place=place) == "written"
+        assert messages == [f"waiting up to 60 s for {words}: {error}", f"{words} is available again"]
 
 
-def test_without_patience_a_writer_fails_at_once_and_names_the_setting() -> None:
+def test_without_patience_or_when_interrupted_a_writer_fails_and_names_the_setting() -> None:
     messages: list[str] = []
     with pytest.raises(OSError, match="No space left") as raised:
         call_with_retry(make_failing_writer(9, OSError(errno.ENOSPC, "No space left")), 0, messages.append)
     assert raised.value.__notes__ == ["Waited 0 s for disk space (trainer.disk_patience)."]
     assert messages == []
-
-
-def test_an_interruption_ends_the_waiting() -> None:
-    answers = iter([False, False, True])
+    answers, write = iter([False, False, True]), make_failing_writer(99, OSError(errno.ENOSPC, "No space left"))
     with pytest.raises(OSError, match="No space left"):
-        call_with_retry(
-            make_failing_writer(99, OSError(errno.ENOSPC, "No space left")), 60, print, lambda: next(answers)
-        )
-
-
-def test_a_storage_that_does_not_answer_is_waited_for() -> None:
-    messages: list[str] = []
-    write = make_failing_writer(2, OSError("AWS Error NETWORK_CONNECTION"))
-    assert call_with_retry(write, 60, messages.append, place="the storage") == "written"
-    assert messages == [
-        "waiting up to 60 s for the storage: AWS Error NETWORK_CONNECTION",
-        "the storage is available again",
-    ]
+        call_with_retry(write, 60, print, lambda: next(answers))
 
 
 @pytest.mark.parametrize("place", ["", "the storage"])
@@ -96,7 +77,7 @@ def test_a_checkpoint_that_does_not_fit_keeps_the_previous_one_and_leaves_no_par
     with pytest.raises(OSError, match="File too large") as raised:
         write_rolling_checkpoint(tmp_path, 2, tensors, {"step": 2}, max_to_keep=2)
     assert raised.value.errno == errno.EFBIG
-    remove_file_limit()
+    limit_file_size(resource.RLIM_INFINITY)
     assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
     assert read_checkpoint(tmp_path / "step_1")[1] == {"step": 1}
     write_rolling_checkpoint(tmp_path, 2, tensors, {"step": 2}, max_to_keep=2)
@@ -111,7 +92,7 @@ def test_a_row_that_was_cut_by_a_full_disk_is_written_again(
     limit_file_size(path.stat().st_size + 20)
     with pytest.raises(OSError, match="File too large"):
         append_record(path, {"step": 2, "text": "y" * 100})
-    remove_file_limit()
+    limit_file_size(resource.RLIM_INFINITY)
     assert [row["step"] for row in read_rows(path)] == [1]
     append_record(path, {"step": 2, "text": "y" * 100})
     assert [row["text"][0] for row in read_rows(path)] == ["x", "y"]

@@ -69,10 +69,6 @@ def test_a_normal_step_has_no_problem(settings: dict[str, Any]) -> None:
     assert find_signal_problem(row) == ""
 
 
-def test_a_step_whose_rewards_differ_may_have_no_gradient() -> None:
-    assert find_signal_problem({"groups": 8, "zero_std_groups": 2, "actor_grad_norm": 0.0}) == ZERO_GRADIENTS
-
-
 UNIFORM = {"groups": 8, "zero_std_groups": 8, "groups_kept": 8, "sampled_tokens": 3200, "train_response_tokens": 25}
 
 
@@ -86,6 +82,8 @@ UNIFORM = {"groups": 8, "zero_std_groups": 8, "groups_kept": 8, "sampled_tokens"
         ({"train_success": 0.625, "train_pass_at_group": 0.625}, ""),
         ({"train_success": 0.0, "train_pass_at_group": 0.0, "sampled_tokens": 200}, ""),
         ({}, ""),
+        # Rewards differ, and there is no gradient all the same.
+        ({"zero_std_groups": 2, "actor_grad_norm": 0.0}, ZERO_GRADIENTS),
     ],
 )
 def test_groups_without_spread_may_differ_from_each_other(columns: Row, problem: str) -> None:
@@ -113,19 +111,15 @@ def test_every_column_that_is_read_is_listed() -> None:
 
 
 def test_a_sentence_counts_runs_and_names_their_arms() -> None:
-    assert format_signal_problems([("0", NO_VALID_ACTION)]) == [
-        "No reply had a valid action: `transcripts` shows them."
-    ]
-    assert format_signal_problems([("0", NO_VALID_ACTION), ("0.1", NO_VALID_ACTION)]) == [
-        "In all 2 runs, no reply had a valid action: `transcripts` shows them."
-    ]
-    assert format_signal_problems([("0", EQUAL_SCORES), ("0.1", ""), ("1", EQUAL_SCORES), ("1", "")]) == [
-        "In 2 of 4 runs (arms 0, 1), every group had equal scores, so the rewards taught nothing."
-    ]
+    (sentence,) = format_signal_problems([("0", NO_VALID_ACTION)])
+    assert sentence == "No reply had a valid action: `transcripts` shows them."
+    (sentence,) = format_signal_problems([("0", NO_VALID_ACTION), ("0.1", NO_VALID_ACTION)])
+    assert sentence == "In all 2 runs, no reply had a valid action: `transcripts` shows them."
+    (sentence,) = format_signal_problems([("0", EQUAL_SCORES), ("0.1", ""), ("1", EQUAL_SCORES), ("1", "")])
+    assert sentence == "In 2 of 4 runs (arms 0, 1), every group had equal scores, so the rewards taught nothing."
     arms = [(f"{number}-{'x' * 20}", EQUAL_SCORES) for number in range(9)]
-    assert format_signal_problems([*arms, ("0", "")]) == [
-        "In 9 of 10 runs, every group had equal scores, so the rewards taught nothing."
-    ]
+    (sentence,) = format_signal_problems([*arms, ("0", "")])
+    assert sentence == "In 9 of 10 runs, every group had equal scores, so the rewards taught nothing."
     assert format_signal_problems([("0", "")]) == format_signal_problems([]) == []
 
 
@@ -153,14 +147,8 @@ def test_collapse_is_the_second_validation_in_a_row_below_half() -> None:
     assert find_collapse_of([0.3, 0.6, 0.2, math.nan, 0.29, 0.3, 0.1]) == 40
     assert find_collapse_of([]) == math.inf
     assert find_collapse_of([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.1]) == math.inf
-
-
-def test_a_stop_is_a_collapse_unless_there_was_one_before() -> None:
     assert [find_collapse_of([0.3, 0.1, 0.1], stop_step=step) for step in (10, 30)] == [10, 20]
     assert find_collapse_of([0.3, 0.3], stop_step=10) == 10
-
-
-def test_a_collapse_with_few_episodes_is_more_than_noise() -> None:
     # 2 sqrt(2 * .04 * .96 / n) is .049 for 128 episodes, and .0245 for 512.
     assert find_collapse_of([0.04, 0.04, 0.01, 0.01], 128) == math.inf
     assert find_collapse_of([0.04, 0.04, 0.01, 0.01], 512) == 30

@@ -24,9 +24,6 @@ def test_the_last_row_of_a_step_counts_and_rows_come_in_order(tmp_path: Path) ->
     for step, x in ((1, 0), (2, 0), (3, 0), (2, 1), (3, 1), (10, 1)):
         append_record(path, make_row(step, x=x))
     assert read_rows(path) == [make_row(1, x=0), make_row(2, x=1), make_row(3, x=1), make_row(10, x=1)]
-
-
-def test_lines_that_are_no_rows_are_skipped(tmp_path: Path) -> None:
     records = [make_row(0), {"other": 1}, {"step": True}, {"step": 2.0}, {"step": 2**63}, {"step": -1}, make_row(2)]
     write_lines(tmp_path / METRICS_FILE, records)
     assert read_rows(tmp_path / METRICS_FILE) == [make_row(0), make_row(2)]
@@ -50,20 +47,21 @@ def test_an_undamaged_run_has_no_damage(tmp_path: Path) -> None:
     assert lines.find_damage() == []
     assert lines.list_rows() == [make_row(1), make_row(2)]
     assert lines.is_intact_up_to(lines.files[METRICS_FILE].end)
-
-
-def test_lines_of_a_step_without_its_row_are_no_damage(tmp_path: Path) -> None:
-    write_run(tmp_path)
+    # Nor do lines of a step without its row damage it.
     append_record(tmp_path / LEVELS_FILE, {"step": 3, "success": "0000"})
     assert RunLines.read(tmp_path).find_damage() == []
 
 
-def test_a_lost_file_is_noticed(tmp_path: Path) -> None:
+def test_a_lost_file_and_a_damaged_line_are_named(tmp_path: Path) -> None:
     write_run(tmp_path)
     (tmp_path / GRADIENTS_FILE).unlink()
-    assert RunLines.read(tmp_path).find_damage() == [
-        "gradients.jsonl lacks lines: it had 1 when the last row was written"
-    ]
+    loss = "gradients.jsonl lacks lines: it had 1 when the last row was written"
+    assert RunLines.read(tmp_path).find_damage() == [loss]
+    path = tmp_path / METRICS_FILE
+    path.write_bytes(path.read_bytes().replace(b'"step": 1', b'"step": 7'))
+    lines = RunLines.read(tmp_path)
+    assert lines.find_damage() == ["metrics.jsonl does not match its checksums at line 1", loss]
+    assert lines.list_rows() == [make_row(2)]
 
 
 @pytest.mark.parametrize("name", [LEVELS_FILE, EPISODES_FILE])
@@ -86,15 +84,6 @@ def test_rows_of_a_version_that_records_no_episodes_vouch_for_their_other_files(
     lines = RunLines.read(tmp_path)
     assert lines.find_damage() == []
     assert lines.is_intact_up_to(lines.files[METRICS_FILE].end)
-
-
-def test_damaged_lines_are_named(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    path = tmp_path / METRICS_FILE
-    path.write_bytes(path.read_bytes().replace(b'"step": 1', b'"step": 7'))
-    lines = RunLines.read(tmp_path)
-    assert lines.find_damage() == ["metrics.jsonl does not match its checksums at line 1"]
-    assert lines.list_rows() == [make_row(2)]
 
 
 def test_ends_that_no_run_writes_are_damage_and_no_error(tmp_path: Path) -> None:

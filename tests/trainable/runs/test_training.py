@@ -33,6 +33,8 @@ from trainable.runs.run_files import RunLines, RunLockedError, read_rows
 from trainable.runs.training import StepResult, TrainingLoop
 from trainable.trial import PPO
 
+UNVALIDATED: dict[str, object] = {"trainer__val_before_train": False, "trainer__test_freq": 0}
+
 
 def compare(folder: Path, uninterrupted_run: UninterruptedRun) -> None:
     """Compare the rows and evaluations that count with those of the uninterrupted run."""
@@ -118,15 +120,8 @@ def test_states_are_written_by_steps_and_by_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, remaining = [1000.0], list(step_seconds)
-    loop = make_loop(
-        tmp_path,
-        lambda: now[0],
-        trainer__resume_every=every,
-        trainer__resume_seconds=limit,
-        trainer__total_training_steps=len(step_seconds),
-        trainer__val_before_train=False,
-        trainer__test_freq=0,
-    )
+    saves = {"trainer__resume_every": every, "trainer__resume_seconds": limit}
+    loop = make_loop(tmp_path, lambda: now[0], **saves, **UNVALIDATED, trainer__total_training_steps=len(step_seconds))
     train = SingleRunTrainer.step
 
     def train_for_a_while(trainer: SingleRunTrainer, before_update: Callable[[], None]) -> StepResult:
@@ -170,15 +165,9 @@ def test_the_state_of_the_best_validation_stays(
         return replace(result, rows=rows)
 
     monkeypatch.setattr(SingleRunTrainer, "step", train_to_a_value)
-    loop = make_loop(
-        tmp_path,
-        trainer__resume_every=100,
-        trainer__total_training_steps=6,
-        trainer__val_before_train=False,
-        trainer__test_freq=0,
-        trainer__keep_best=keeps_best,
-        trainer__keep_last=keeps_last,
-    )
+    states_to_keep = {"trainer__keep_best": keeps_best, "trainer__keep_last": keeps_last}
+    lengths = {"trainer__resume_every": 100, "trainer__total_training_steps": 6}
+    loop = make_loop(tmp_path, **lengths, **UNVALIDATED, **states_to_keep)
     with closing(loop):
         for _ in values:
             loop.step()
@@ -442,11 +431,8 @@ def test_tensors_that_do_not_fit_leave_the_trainer_as_it_was(
         "reshaped": {name: tensors[name].flatten()},
         "added": {name: tensors[name], "actor/x": tensors[name].clone()},
     }
-    write_checkpoint(
-        find_newest_checkpoint(tmp_path),
-        {**{key: tensor for key, tensor in tensors.items() if key != name}, **changed_tensors[change]},
-        values,
-    )
+    other_tensors = {key: tensor for key, tensor in tensors.items() if key != name}
+    write_checkpoint(find_newest_checkpoint(tmp_path), {**other_tensors, **changed_tensors[change]}, values)
     assert "tensors do not match" in finish(tmp_path, uninterrupted_run, first_step=2)
 
 
@@ -544,12 +530,8 @@ def test_a_run_continues_with_another_number_of_recorded_episodes(
     resumed = start_trial(tmp_path, trainer__log_val_generations=2)
     assert [resumed.step()["step"] for _ in range(2)] == [2, 3]
     assert read_run_files(tmp_path)[1] == read_run_files(uninterrupted_run[0])[1]
-    assert [(episode.step, episode.level) for episode in read_episodes(tmp_path / "runs" / "r")] == [
-        (2, 123),
-        (2, 124),
-        (3, 123),
-        (3, 124),
-    ]
+    recorded = [(episode.step, episode.level) for episode in read_episodes(tmp_path / "runs" / "r")]
+    assert recorded == [(step, level) for step in (2, 3) for level in (123, 124)]
 
 
 @pytest.mark.long
@@ -569,13 +551,3 @@ def test_no_two_processes_train_one_run(tmp_path: Path, monkeypatch: pytest.Monk
     start_trial(tmp_path)
     with pytest.raises(RunLockedError, match=f"runs/r is still in use by another process .pid {os.getpid()} on "):
         PPO(make_trial_config(tmp_path)).begin()
-
-
-def test_a_run_that_ended_unrecorded_reports_its_last_row_again(tmp_path: Path) -> None:
-    """The process died after the last row and checkpoint, before the end of the run was recorded."""
-    trainable = start_trial(tmp_path, trainer__total_training_steps=1)
-    last_row = trainable.step()
-    content_before = (tmp_path / "runs" / "r" / "metrics.jsonl").read_bytes()
-    resumed = start_trial(tmp_path, trainer__total_training_steps=1)
-    assert resumed.step() == last_row
-    assert (tmp_path / "runs" / "r" / "metrics.jsonl").read_bytes() == content_before

@@ -30,9 +30,8 @@ def read_replies(policy: TinyPolicy, segments: Sequence[Segment]) -> list[tuple[
     """Thought, actions and validity of each reply."""
     replies = [segment.text.removesuffix("<|im_end|>") for segment in segments if segment.is_trained]
     parsed = [parse_reply(reply, policy.limits.actions_per_turn, policy.source.read_action) for reply in replies]
-    return [
-        (reply.split("</think>")[0], item.actions, item.invalid) for reply, item in zip(replies, parsed, strict=True)
-    ]
+    thoughts = [reply.split("</think>")[0] for reply in replies]
+    return [(thought, item.actions, item.invalid) for thought, item in zip(thoughts, parsed, strict=True)]
 
 
 @pytest.mark.long

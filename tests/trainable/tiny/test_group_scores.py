@@ -1,6 +1,5 @@
 """The share of groups with equal scores: against an enumeration, fresh rollouts, and the plans that it applies to."""
 
-from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from tune_study.plan.study_plan import make_plan
 
 def make_configs(preset: str = "laptop", env: str = "sokoban", **settings: object) -> list[RunConfig]:
     overrides = {name.replace("__", "."): value for name, value in settings.items()}
-    overrides = {**PPO.make_game_settings(env, preset), **overrides}
+    overrides = PPO.make_game_settings(env, preset) | overrides
     plan = make_plan(STUDIES["kl"], preset, "a test", overrides, ("0", "0.1"), 2, Path("/out"))
     return [spec.ppo_config for spec in plan.runs]
 
@@ -34,12 +33,9 @@ def make_configs(preset: str = "laptop", env: str = "sokoban", **settings: objec
 @pytest.mark.parametrize("group_size", [2, 3, 4])
 def test_the_share_is_that_of_all_subsets(group_size: int) -> None:
     levels = [[1.0, 0.0, 1.0, 1.0, 0.5, 0.0], [0.0] * 6, [1.0, 1.0, 1.0, 1.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]
-    shares = [
-        Fraction(sum(len(set(subset)) == 1 for subset in subsets), len(subsets))
-        for subsets in (list(combinations(scores, group_size)) for scores in levels)
-    ]
-    share = compute_equal_share(count_sets(levels), len(levels), 6, group_size)
-    assert share == pytest.approx(float(sum(shares) / len(shares)), rel=1e-12)
+    subsets = [subset for scores in levels for subset in combinations(scores, group_size)]
+    expected = sum(len(set(subset)) == 1 for subset in subsets) / len(subsets)
+    assert compute_equal_share(count_sets(levels), len(levels), 6, group_size) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_group_that_is_larger_than_the_samples_has_no_estimate() -> None:
@@ -73,10 +69,9 @@ def test_fresh_rollouts_have_the_recorded_shares(name: str) -> None:
     for size in (2, 4):
         for sizes, recorded_sizes in ((fresh.successes, recorded.successes), (fresh.scores, recorded.scores)):
             share = compute_equal_share(sizes, fresh.levels, fresh.samples, size)
+            recorded_share = compute_equal_share(recorded_sizes, recorded.levels, recorded.samples, size)
             # Three standard errors of a mean over 48 levels, whose shares differ by less than .35.
-            assert share == pytest.approx(
-                compute_equal_share(recorded_sizes, recorded.levels, recorded.samples, size), abs=0.15
-            )
+            assert share == pytest.approx(recorded_share, abs=0.15)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

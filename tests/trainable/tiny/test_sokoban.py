@@ -37,10 +37,8 @@ PUBLISHED = (5, 2, 10)  # turns, actions per turn, actions
 def make_segments(
     level: SokobanLevel, habits: Habits, seed: int = 0, limits: tuple[int, int, int] = PUBLISHED
 ) -> list[Segment]:
-    rng, luck_rng = np.random.default_rng(seed), np.random.default_rng(0)
-    return make_dialogue(
-        Sokoban(), level.cells, PROMPT_TEMPLATE, DEMONSTRATOR, habits, TurnLimits(*limits), rng, luck_rng
-    )
+    rngs, game = (np.random.default_rng(seed), np.random.default_rng(0)), Sokoban()
+    return make_dialogue(game, level.cells, PROMPT_TEMPLATE, DEMONSTRATOR, habits, TurnLimits(*limits), *rngs)
 
 
 def replay(
@@ -64,7 +62,6 @@ class Turn:
     thought: str
     plan: list[Action]
     actions: tuple[Action, ...]
-    invalid: bool
 
 
 def read_turns(segments: list[Segment]) -> list[Turn]:
@@ -74,16 +71,9 @@ def read_turns(segments: list[Segment]) -> list[Turn]:
         cells = parse_grid("\n".join(["######", *(f"#{row}#" for row in inner_rows), "######"]))
         text = reply.text.removesuffix(END_OF_MESSAGE)
         thought = text.split("</think>")[0]
-        parsed_reply = parse_reply(text, 2, Sokoban().read_action)
-        turns.append(
-            Turn(
-                cells,
-                thought,
-                [LETTERS[x] for x in thought.split(" ")[-1]],
-                tuple(Action[name.upper()] for name in parsed_reply.actions),
-                parsed_reply.invalid,
-            )
-        )
+        plan = [LETTERS[letter] for letter in thought.split(" ")[-1]]
+        names = parse_reply(text, 2, Sokoban().read_action).actions
+        turns.append(Turn(cells, thought, plan, tuple(Action[name.upper()] for name in names)))
     return turns
 
 
@@ -147,14 +137,10 @@ def test_a_detour_is_one_wasted_legal_move_in_a_level_that_stays_solvable() -> N
             outcome = step(turn.cells[None], np.array(turn.plan[:1]))
             if len(turn.plan) == distance_before:
                 # This level has no detour: every first move either helps or makes the level unsolvable.
-                distances = [compute_distance_after(turn.cells, [action]) for action in DIRECTIONS]
-                moved = [(step(turn.cells[None], np.array([code])).cells != turn.cells).any() for code in DIRECTIONS]
-                wasted_distances = [
-                    distance_of_move
-                    for distance_of_move, is_moved in zip(distances, moved, strict=True)
-                    if is_moved and distance_of_move is not None and distance_of_move >= distance_before
-                ]
-                assert not wasted_distances
+                for action in DIRECTIONS:
+                    distance = compute_distance_after(turn.cells, [action])
+                    is_moved = (step(turn.cells[None], np.array([action])).cells != turn.cells).any()
+                    assert not is_moved or distance is None or distance < distance_before
                 continue
             detour_count += 1
             distance = compute_distance_after(turn.cells, turn.plan[:1])
@@ -166,25 +152,20 @@ def test_a_detour_is_one_wasted_legal_move_in_a_level_that_stays_solvable() -> N
     assert detour_count > 100
 
 
-def measure_share(habits: Habits, habit: str) -> float:
+def make_turns(habits: Habits) -> list[Turn]:
     seeds = [(level, 1000 * number + level.seed) for level in LEVELS for number in range(3)]
-    turns = [turn for level, seed in seeds for turn in read_turns(make_segments(level, habits, seed))]
-    flags = {
-        "unfinished": [turn.actions == () for turn in turns],
-        "careless": [turn.actions != tuple(turn.plan[:2]) for turn in turns if turn.plan],
-    }[habit]
-    return sum(flags) / len(flags)
-
-
-def test_an_unfinished_reply_is_malformed_and_comes_as_often_as_asked() -> None:
-    assert measure_share(Habits(unfinished=0.3), "unfinished") == pytest.approx(0.3, abs=0.04)
+    return [turn for level, seed in seeds for turn in read_turns(make_segments(level, habits, seed))]
 
 
 @pytest.mark.long
-def test_a_careless_answer_departs_from_a_right_thought() -> None:
+def test_unfinished_replies_are_malformed_and_careless_ones_depart_from_a_right_thought() -> None:
+    share = np.mean([turn.actions == () for turn in make_turns(Habits(unfinished=0.3))])
+    assert share == pytest.approx(0.3, abs=0.04)
     # One in sixteen random pairs equals the plan.
-    assert measure_share(Habits(careless=0.5), "careless") == pytest.approx(0.5 * 15 / 16, abs=0.04)
-    assert measure_share(Habits(), "careless") == 0
+    for probability, tolerance in ((0.5, 0.04), (0.0, 0.0)):
+        turns = [turn for turn in make_turns(Habits(careless=probability)) if turn.plan]
+        share = np.mean([turn.actions != tuple(turn.plan[:2]) for turn in turns])
+        assert share == pytest.approx(probability * 15 / 16, abs=tolerance)
 
 
 def test_the_reward_shown_is_that_of_the_turn_before() -> None:

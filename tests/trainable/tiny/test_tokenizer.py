@@ -34,6 +34,8 @@ def test_every_piece_is_one_token_and_ids_are_in_order(tokenizer: Tokenizer) -> 
     assert len(set(pieces)) == len(pieces) == tokenizer.get_vocab_size()
     assert [encoding.ids for encoding in tokenizer.encode_batch(pieces)] == [[n] for n in range(len(pieces))]
     assert tokenizer.decode_batch([[n] for n in range(len(pieces))], skip_special_tokens=False) == pieces
+    ids = [tokenizer.token_to_id(piece) for piece in ("Up", PAD, END_OF_MESSAGE, UNKNOWN, "Left")]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "UpLeft"
 
 
 def test_all_validation_levels_are_restored_from_their_tokens(tokenizer: Tokenizer) -> None:
@@ -86,11 +88,6 @@ def test_a_reply_is_read_from_its_tokens(tokenizer: Tokenizer, actions: tuple[st
     assert len(ids) == 3 + 3 + 1 + (2 * len(actions) - 1) + 1 + 1
     text = tokenizer.decode(ids, skip_special_tokens=True)
     assert parse_reply(text, 3, Sokoban().read_action) == (thought, actions, False)
-
-
-def test_special_tokens_are_left_out_of_replies(tokenizer: Tokenizer) -> None:
-    ids = [tokenizer.token_to_id(piece) for piece in ("Up", PAD, END_OF_MESSAGE, UNKNOWN, "Left")]
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "UpLeft"
 
 
 def test_auto_tokenizer_gives_the_same_ids_and_texts(tokenizer: Tokenizer, tmp_path: Path) -> None:

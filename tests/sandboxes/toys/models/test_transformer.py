@@ -59,9 +59,12 @@ def make_tokens(members: int, rows: int, length: int) -> Tensor:
     return torch.randint(SHAPE.vocab_size, (members, rows, length), generator=torch.Generator().manual_seed(1))
 
 
-def test_a_member_is_torchs_encoder_with_its_weights() -> None:
+def test_a_member_is_torchs_encoder_with_its_weights_at_all_positions_that_are_returned() -> None:
     models, tokens = make_perturbed_models((3, 4)), make_tokens(2, 5, 9)
     target = torch.randn(2, 5, 4, SHAPE.vocab_size, generator=torch.Generator().manual_seed(2))
+    for num_positions in (1, 4):
+        expected = models.compute_logits(tokens, 9)[:, :, -num_positions:]
+        torch.testing.assert_close(models.compute_logits(tokens, num_positions), expected, atol=1e-5, rtol=1e-5)
     logits = models.compute_logits(tokens, 4)
     (logits.log_softmax(-1) * target).sum().backward()
     for member in range(2):
@@ -71,37 +74,29 @@ def test_a_member_is_torchs_encoder_with_its_weights() -> None:
         (expected.log_softmax(-1) * target[member]).sum().backward()
         for name, weight in model.named_parameters():
             gradient = models.weights[name.replace("encoder.layers.", "blocks.")].grad
-            assert gradient is not None
-            assert weight.grad is not None
             torch.testing.assert_close(
                 gradient[member], weight.grad, atol=2e-5, rtol=1e-4, msg=lambda m, key=name: key + m
             )
 
 
-def test_first_weights_of_a_member_do_not_depend_on_the_other_members() -> None:
+def test_first_weights_depend_on_no_other_member_and_all_blocks_have_equal_ones() -> None:
     ensemble = init_transformer_ensemble(SHAPE, MemberRngs((7, 8, 9)))
     for member, seed in enumerate((7, 8, 9)):
         for name, weight in init_transformer_ensemble(SHAPE, MemberRngs((seed,))).weights.items():
             assert torch.equal(ensemble.weights[name][member], weight[0])
-
-
-@pytest.mark.parametrize("num_positions", [1, 4, 9])
-def test_positions_that_are_not_returned_change_nothing(num_positions: int) -> None:
-    models, tokens = make_perturbed_models((3, 4)), make_tokens(2, 5, 9)
-    expected = models.compute_logits(tokens, 9)[:, :, -num_positions:]
-    torch.testing.assert_close(models.compute_logits(tokens, num_positions), expected, atol=1e-5, rtol=1e-5)
+    weights = init_transformer_ensemble(SHAPE, MemberRngs((1, 2))).weights
+    for name in (name for name in weights if name.startswith("blocks.1.")):
+        assert torch.equal(weights[name], weights[name.replace("blocks.1.", "blocks.0.")])
+        assert weights[name].data_ptr() != weights[name.replace("blocks.1.", "blocks.0.")].data_ptr()
 
 
 def test_first_weights_are_distributed_as_torchs() -> None:
     shape = TransformerShape(vocab_size=50, d_model=64, num_heads=2, num_layers=2, max_positions=50)
-    weights = {
-        name: weight[0].detach() for name, weight in init_transformer_ensemble(shape, MemberRngs((11,))).weights.items()
-    }
+    ensemble = init_transformer_ensemble(shape, MemberRngs((11,)))
+    weights = {name: weight[0].detach() for name, weight in ensemble.weights.items()}
     torch.manual_seed(0)
-    torch_weights = {
-        name.replace("encoder.layers.", "blocks."): weight
-        for name, weight in PlainTransformer(shape).state_dict().items()
-    }
+    plain = PlainTransformer(shape).state_dict()
+    torch_weights = {name.replace("encoder.layers.", "blocks."): weight for name, weight in plain.items()}
     shapes, torch_shapes = ({name: w.shape for name, w in each.items()} for each in (weights, torch_weights))
     assert shapes == torch_shapes
     for name, weight in weights.items():
@@ -113,13 +108,6 @@ def test_first_weights_are_distributed_as_torchs() -> None:
         if not name.startswith(("embedding", "positions")):
             bounds = weight.abs().max(), torch_weights[name].abs().max()
             assert float(bounds[0]) == pytest.approx(float(bounds[1]), abs=0.05 * float(bounds[1]))
-
-
-def test_all_blocks_start_with_equal_weights() -> None:
-    weights = init_transformer_ensemble(SHAPE, MemberRngs((1, 2))).weights
-    for name in (name for name in weights if name.startswith("blocks.1.")):
-        assert torch.equal(weights[name], weights[name.replace("blocks.1.", "blocks.0.")])
-        assert weights[name].data_ptr() != weights[name.replace("blocks.1.", "blocks.0.")].data_ptr()
 
 
 @pytest.mark.parametrize("each", [1, 3])

@@ -53,29 +53,19 @@ def test_a_cell_is_tested_with_welchs_test(tmp_path: Path) -> None:
     assert (row["margin"], row["verdict"], row["as_expected"]) == (0.05, "equal", True)
 
 
-def test_a_spread_of_0_counts_as_the_floor_on_either_side(tmp_path: Path) -> None:
+def test_a_spread_of_0_counts_as_the_floor_on_either_side_and_for_a_step_as_its_grid(tmp_path: Path) -> None:
     runs = [replace(run, entropy=(1, 0.4), steps=1500) for run in make_seed_runs("CE", [0.0] * 4)]
     row = make_rows(tmp_path, runs, "dense-correction")["CE", "final_test_error"]
     expected = welch_t_test(SampleStats(0.0, 0.01, 4), SampleStats(0.0, 0.01, 3))
     assert (row["low"], row["high"], row["p"]) == (expected.low, expected.high, 1.0)
     assert (row["std"], row["published_std"]) == (0.0, 0.0)  # the table shows them without the floor
     assert row["verdict"] == "equal"
-
-
-def test_the_floor_of_a_step_is_that_of_its_grid(tmp_path: Path) -> None:
     runs = [FakeRun("CE", seed, steps=1500, error=(0.0, 0.0)) for seed in range(3)]
-    row = make_rows(tmp_path, runs, "dense-correction")["CE", "first_step_error_zero"]
+    row = make_rows(tmp_path / "step", runs, "dense-correction")["CE", "first_step_error_zero"]
     expected = welch_t_test(SampleStats(0.0, 50 / math.sqrt(12), 3), SampleStats(733.3333, 57.7350, 3))
     assert row["p"] == pytest.approx(expected.p, rel=1e-9)
     assert row["mean"] == 0.0  # these runs have an error of 0 at step 0
     assert row["margin"] == 50
-
-
-def test_a_step_that_some_runs_never_reach_is_reported_without_a_test(tmp_path: Path) -> None:
-    runs = [FakeRun("GRPO", seed, entropy=(1.0, 0.5 if seed == 2 else 0.05)) for seed in range(4)]
-    row = make_rows(tmp_path, runs, "grpo-entropy")["GRPO", "first_step_entropy_low"]
-    assert (row["verdict"], row["n"]) == ("cannot be tested", 3)
-    assert row["reason"].startswith("3 of our 4 runs reach this step, and all 3 published seeds do")
 
 
 def test_runs_that_failed_are_left_out_and_stopped_ones_count(tmp_path: Path) -> None:
@@ -86,12 +76,16 @@ def test_runs_that_failed_are_left_out_and_stopped_ones_count(tmp_path: Path) ->
     assert (row["n"], row["mean"]) == (3, pytest.approx((0.24 + 0.3 + 0.5) / 3))
 
 
-def test_pooled_cells_are_compared_without_a_test(tmp_path: Path) -> None:
+def test_pooled_cells_and_a_step_that_some_runs_never_reach_are_compared_without_a_test(tmp_path: Path) -> None:
     runs = [FakeRun("ReplayDG-5", seed, rows={"replay_age": 4.0}) for seed in range(3)]
     row = make_rows(tmp_path, runs, "replay")["ReplayDG-5", "replay_age"]
     assert (row["mean"], row["std"], row["n"], row["published_n"]) == (4.0, 0.0, 48, 45)
     assert (row["verdict"], row["as_expected"]) == ("cannot be tested", None)
     assert math.isnan(row["p"])
+    runs = [FakeRun("GRPO", seed, entropy=(1.0, 0.5 if seed == 2 else 0.05)) for seed in range(4)]
+    row = make_rows(tmp_path / "step", runs, "grpo-entropy")["GRPO", "first_step_entropy_low"]
+    assert (row["verdict"], row["n"]) == ("cannot be tested", 3)
+    assert row["reason"].startswith("3 of our 4 runs reach this step, and all 3 published seeds do")
 
 
 def test_a_mean_without_a_spread_is_shown_and_not_tested(tmp_path: Path) -> None:
@@ -144,13 +138,6 @@ def test_a_cell_that_two_studies_run_is_tested_once(tmp_path: Path) -> None:
     assert len(table) == len([cell for cell in CELLS if set(cell.studies) & {"influence", "grpo-entropy"}])
 
 
-def test_a_study_without_published_cells_has_an_empty_table(tmp_path: Path) -> None:
-    folder = write_sandbox(tmp_path, make_seed_runs("DG", DG), FakeStudy("entropy-mechanism"))
-    table = compare_to_published(load(folder))
-    assert table.empty
-    assert summarize_verdicts(table) == "No published numbers are recorded for these studies."
-
-
 GOLDEN = (Path(__file__).parents[3] / "golden" / "sandbox_verdicts.txt").read_text(encoding="utf-8")
 
 
@@ -163,9 +150,13 @@ def test_every_verdict(tmp_path: Path) -> None:
     assert f"{summarize_verdicts(table)}\n{selected_rows.to_csv(index=False, float_format='%.4g')}" == GOLDEN
 
 
-def test_seeds_are_counted_only_if_a_cell_counts_them(tmp_path: Path) -> None:
+def test_seeds_are_counted_only_if_a_cell_counts_them_and_a_table_may_have_no_cell(tmp_path: Path) -> None:
     table = compare(tmp_path, make_seed_runs("DG", DG), "grpo-entropy")
     assert "at most 5 of 10 planned seeds" in summarize_verdicts(table)
     pooled_cells = table[table["kind"] == POOLED]
     assert len(pooled_cells)
     assert "seeds" not in summarize_verdicts(pooled_cells)
+    folder = write_sandbox(tmp_path / "none", make_seed_runs("DG", DG), FakeStudy("entropy-mechanism"))
+    table = compare_to_published(load(folder))
+    assert table.empty
+    assert summarize_verdicts(table) == "No published numbers are recorded for these studies."

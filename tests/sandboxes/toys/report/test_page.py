@@ -11,10 +11,9 @@ from analysis.charts.chart import HUES, STOPPED_COLOR, make_spec
 from analysis.data.frames import StudyFrames
 from analysis.data.load import load
 from analysis.report import pages
-from analysis.report.page import render_page, view_sections
 from sandboxes.toys.report.report import ToyResults
 from sandboxes.toys.report.tables import compute_chance_error, make_notes
-from tests.analysis.report.test_pages import parse_page
+from tests.analysis.report.test_pages import parse_page, render_frames
 from tests.fakes.run_folders import make_study_record
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
 from trainable.files.json_values import write_object
@@ -47,14 +46,11 @@ def words(folder: Path) -> str:
 
 def read_words(text: str) -> str:
     """Return the words of a page, without scripts and styles."""
-    return " ".join(parse_page(re.sub(r"<(script|style).*?</\1>", "", text, flags=re.DOTALL)).text.split())
+    return parse_page(re.sub(r"<(script|style).*?</\1>", "", text, flags=re.DOTALL)).words
 
 
 def get_words(frames: StudyFrames) -> str:
-    report = pages.find_report(frames)
-    results = report.make_results(frames)
-    page = render_page(pages.make_heading(report, results), view_sections(report.sections, results, False))
-    return read_words(page)
+    return read_words(render_frames(frames))
 
 
 @pytest.mark.long
@@ -108,17 +104,14 @@ def test_a_missing_column_leaves_out_only_its_section(tmp_path: Path, missing: s
     assert f"final_{missing}" not in words
 
 
-def test_a_study_json_with_the_fewest_keys_has_a_report(tmp_path: Path) -> None:
+def test_a_study_json_with_the_fewest_keys_has_a_report_and_a_filter_that_keeps_nothing_a_note(tmp_path: Path) -> None:
     study_folder = write_sandbox(tmp_path, [FakeRun("DG", steps=40)], SMALL)
     write_object(study_folder / "study.json", asdict(make_study_record(schema=SCHEMA, family="update_rules")))
     words = get_words(load(study_folder))
     assert "The command is not recorded." in words
     assert "code not from a git checkout" in words
-
-
-def test_a_filter_that_keeps_nothing_has_a_note(tmp_path: Path) -> None:
     runs = [FakeRun("FilteredDG", steps=40, rows={"kept_frac": 0.0}), FakeRun("DG", steps=40, rows={"kept_frac": 1.0})]
-    notes = make_notes(load(write_sandbox(tmp_path, runs, SMALL)))
+    notes = make_notes(load(write_sandbox(tmp_path / "filter", runs, SMALL)))
     assert [line for line in notes if "its filter" in line] == [
         "FilteredDG: its filter dropped all logged samples, so the policy may still have its initial weights."
     ]
@@ -163,8 +156,8 @@ def test_the_figure_shows_the_numbers_of_the_tables(folder: Path) -> None:
     assert means.groupby("arm", sort=False)["value"].last().to_list()[:2] == pytest.approx([0.33, 0.25])
     table = pd.read_csv(folder / "figures" / "mean_test_error.csv")
     assert means["value"].to_numpy() == pytest.approx(table["value"].to_numpy())
-    assert (means["high"] - means["value"]).to_numpy() == pytest.approx(table["standard_error"].to_numpy())
-    assert (means["value"] - means["low"]).to_numpy() == pytest.approx(table["standard_error"].to_numpy())
+    for above, below in (("high", "value"), ("value", "low")):
+        assert (means[above] - means[below]).to_numpy() == pytest.approx(table["standard_error"].to_numpy())
     stopped = points[points["end"] == "early_stopped"]
     assert stopped[["arm", "seed", "step"]].to_numpy().tolist() == [["TPO", 2, 107]]
     marks = [layer["mark"] for layer in error["layer"]]
@@ -198,9 +191,8 @@ def test_the_index_has_every_study_and_the_published_numbers_once(tmp_path: Path
     links = [link for link in parse_page(text).links if not link.startswith("#")]
     assert links == [f"results/sandbox_{name}/report.html" for name in ("influence", "some-study")]
     assert "Study influence · update-rule sandbox · 9 runs: 9 completed" in words
-    assert re.search(
-        r"DG baseline 0\.3300 – .*GRPO worse 0\.5100 \+0\.1800 \[\+0\.1.*\] < 0\.001 3 over 3 seeds", words
-    )
+    grpo = r"GRPO worse 0\.5100 \+0\.1800 \[\+0\.1.*\] < 0\.001 3 over 3 seeds"
+    assert re.search(rf"DG baseline 0\.3300 – .*{grpo}", words)
     assert re.search(r"TPO equal within 0\.05, p 0\.\d+ 0\.3333 \+0\.0033 \[−0\.0.*\] 0\.\d+ 3 over 3 seeds", words)
     assert words.count("The published numbers are from") == 1
     assert "Of 3 published numbers, 3 can be tested: 1 equal, 1 differs, 1 open." in words
@@ -252,14 +244,11 @@ def test_declared_contrasts_have_a_section_a_figure_and_files(tmp_path: Path) ->
     assert "contrasts" in pages.draw_figures(load(study_folder), ("contrasts",))
 
 
-def test_contrasts_without_a_number_have_a_sentence(tmp_path: Path) -> None:
+def test_contrasts_without_a_number_and_pairs_of_different_lengths_have_a_sentence(tmp_path: Path) -> None:
     runs = [FakeRun("DG", steps=None, status="")]
     words = get_words(load(write_sandbox(tmp_path, runs, FakeStudy("some-study", extra=CONTRASTS))))
     assert "2 contrasts; no run has a number for them yet." in words
-
-
-def test_pairs_of_different_lengths_are_named(tmp_path: Path) -> None:
     runs = [FakeRun("DG", 0, steps=40), FakeRun("TPO", 0, steps=80, settings={"trainer.total_training_steps": 80})]
     fake_study = FakeStudy("some-study", total_steps=40, extra={"contrasts": [{"name": "x", "pairs": [["TPO", "DG"]]}]})
-    words = get_words(load(write_sandbox(tmp_path, runs, fake_study)))
+    words = get_words(load(write_sandbox(tmp_path / "lengths", runs, fake_study)))
     assert "means over their runs cover different stretches of training: TPO (80 steps) and DG (40)." in words

@@ -78,7 +78,7 @@ def test_the_arms_in_the_primary_outcome_are_one_family_and_all_other_tests_anot
     assert set(table.loc[is_primary, "verdict"]) == {"better", "worse", "open"}
 
 
-def test_only_the_primary_outcome_has_a_better_side(tmp_path: Path) -> None:
+def test_only_the_primary_outcome_has_a_better_side_and_nothing_without_the_baseline_arm(tmp_path: Path) -> None:
     runs = [FakeRun("GRPO", seed, error=(0.6, 0.5 + 0.013 * seed**2)) for seed in range(3)]
     runs += [
         FakeRun(arm, seed, error=(0.6, error + 0.01 * seed), entropy=(1.0, entropy + 0.003 * seed**2))
@@ -88,15 +88,12 @@ def test_only_the_primary_outcome_has_a_better_side(tmp_path: Path) -> None:
     table = tables.compute_differences(write_and_load(tmp_path, runs))
     assert get_row(table, "TPO")["verdict"] == "better"
     assert get_row(table, "TPO", "final_entropy")["verdict"] == "higher"
-
-
-def test_without_the_baseline_arm_nothing_is_compared(tmp_path: Path) -> None:
-    table = tables.compute_differences(write_and_load(tmp_path, make_seed_runs("TPO", TPO)))
+    table = tables.compute_differences(write_and_load(tmp_path / "alone", make_seed_runs("TPO", TPO)))
     assert table.empty
     assert "p_holm" in table
 
 
-def test_a_band_is_the_standard_error_of_the_mean(tmp_path: Path) -> None:
+def test_a_band_is_the_standard_error_of_the_mean_in_which_a_stopped_run_keeps_its_last_value(tmp_path: Path) -> None:
     frames = write_and_load(tmp_path, make_seed_runs("DG", DG))
     table = tables.compute_mean_curves(frames, "test_error")
     assert table["step"].to_list() == list(range(0, 301, 20))
@@ -107,28 +104,22 @@ def test_a_band_is_the_standard_error_of_the_mean(tmp_path: Path) -> None:
     table = tables.compute_mean_curves(frames, "test_error")
     assert table["standard_error"].isna().all()
     assert table["runs"].to_list() == [1] * 16
-
-
-def test_a_stopped_run_keeps_its_last_value_in_the_mean_and_a_failed_one_is_in_none(tmp_path: Path) -> None:
     runs = [
         FakeRun("DG", 0, error=(0.6, 0.2)),
         FakeRun("DG", 1, error=(0.6, 0.5), status="early_stopped", steps=107, stop=UNIFORM_STOP),
         FakeRun("DG", 2, error=(0.6, 0.9), status="failed", steps=100),
     ]
-    table = tables.compute_mean_curves(write_and_load(tmp_path, runs), "test_error")
+    table = tables.compute_mean_curves(write_and_load(tmp_path / "stopped", runs), "test_error")
     assert table["step"].to_list() == list(range(0, 301, 20))  # without 107, which only one run has
     assert table["value"].iloc[-1] == pytest.approx((0.2 + 0.5) / 2)
     assert table["runs"].to_list() == [2] * 16
 
 
-def test_panels_are_those_of_what_was_measured(tmp_path: Path) -> None:
-    rows = {"replay_age": 4.0, "entropy": None}
-    frames = write_and_load(tmp_path, [FakeRun("DG", steps=40, rows=rows)], FakeStudy(total_steps=40))
-    assert list(tables.select_panels(frames)) == ["test_error", "replay_age"]
-
-
-def test_statuses_are_counted_by_arm(tmp_path: Path) -> None:
+def test_statuses_are_counted_by_arm_and_panels_are_those_of_what_was_measured(tmp_path: Path) -> None:
     runs = [FakeRun("DG"), FakeRun("DG", 1, status="failed", steps=40), FakeRun("TPO", steps=None, status="")]
     rows = {row["arm"]: row for row in tables.count_statuses(write_and_load(tmp_path, runs))}
     assert (rows["DG"]["completed"], rows["DG"]["failed"], rows["DG"]["steps"]) == (1, 1, "40, 300")
     assert (rows["TPO"]["never_ran"], rows["TPO"]["steps"]) == (1, "0")
+    rows = {"replay_age": 4.0, "entropy": None}
+    frames = write_and_load(tmp_path / "panels", [FakeRun("DG", steps=40, rows=rows)], FakeStudy(total_steps=40))
+    assert list(tables.select_panels(frames)) == ["test_error", "replay_age"]

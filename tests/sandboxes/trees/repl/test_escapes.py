@@ -7,11 +7,11 @@ process, by a walk over the subclasses of `object`. What stops it is the kernel,
 import ctypes
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -167,41 +167,27 @@ ESCAPES = [(kind, name, code) for kind, escapes in CLASSES.items() for name, cod
 
 
 class Surroundings(NamedTuple):
-    """What an escape would reach: a secret file, a path that must stay free, a port at which somebody listens."""
+    """What an escape would reach: a secret file, a path that must stay free, a server at a port."""
 
     secret: Path
     canary: Path
-    port: int
-    visits: list[object]
+    server: socket.socket
 
     def fill(self, code: str) -> str:
         """The code with the places of this machine."""
         places = {"secret": str(self.secret), "canary": str(self.canary), "folder": str(self.secret.parent)}
-        return WALK + code.format(**places, port=self.port, pid=os.getpid())
+        return WALK + code.format(**places, port=self.server.getsockname()[1], pid=os.getpid())
+
+    def is_visited(self) -> bool:
+        """Whether somebody has connected to the server."""
+        return bool(select.select([self.server], [], [], 0)[0])
 
 
 @pytest.fixture
 def surroundings(tmp_path: Path) -> Iterator[Surroundings]:
     (tmp_path / "secret").write_text(SECRET)
-    visits: list[object] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(0.05)
-        is_over = threading.Event()
-
-        def listen() -> None:
-            while not is_over.is_set():
-                try:
-                    connection, address = server.accept()
-                    connection.close()
-                    visits.append(address)
-                except TimeoutError:
-                    continue
-
-        thread = threading.Thread(target=listen)
-        thread.start()
-        yield Surroundings(tmp_path / "secret", tmp_path / "canary", server.getsockname()[1], visits)
-        is_over.set()
-        thread.join()
+        yield Surroundings(tmp_path / "secret", tmp_path / "canary", server)
 
 
 @pytest.fixture
@@ -232,7 +218,6 @@ def has_ended(process: psutil.Process) -> bool:
 
 def get_process(repl: ReplProcess) -> psutil.Process:
     # Not the only child of this process: where tests run in parallel, others have left theirs.
-    assert repl._process is not None
     return psutil.Process(repl._process.pid)
 
 
@@ -267,7 +252,6 @@ def test_an_escape_ends_in_an_observation(
         after = repl.execute("1 + 1") if isinstance(after, Execution) and after.is_lost else after
         seconds = time.monotonic() - started_at
         new_processes = list_live_children() - processes
-    assert isinstance(outcome, Execution)
     if kind in ("file", "process", "network", "signals"):
         # It raised an error, or a raw call returned -1, or a shell could not be started.
         assert outcome.is_lost or outcome.stderr or set(outcome.stdout.split()) <= {"-1", "32512"}, outcome
@@ -275,7 +259,7 @@ def test_an_escape_ends_in_an_observation(
     assert len(new_processes) == 1  # the REPL itself
     assert surroundings.secret.read_text() == SECRET
     assert sorted(path.name for path in surroundings.secret.parent.iterdir()) == ["secret"]
-    assert surroundings.visits == []
+    assert not surroundings.is_visited()
     assert signals == []
     assert psutil.Process().rlimit(psutil.RLIMIT_NOFILE) == limits_before
     assert seconds < 60
@@ -287,7 +271,7 @@ CONTROLS = {
     "read": ("print(opener({secret!r}).read())", lambda text, place: SECRET in text),
     "write": (FILE["write a file"], lambda text, place: place.canary.exists()),
     "shell": (PROCESS["a shell"], lambda text, place: place.canary.exists()),
-    "connect": (NETWORK["a connection"], lambda text, place: wait_until(lambda: bool(place.visits))),
+    "connect": (NETWORK["a connection"], lambda text, place: place.is_visited()),
 }
 
 
@@ -303,31 +287,21 @@ def test_without_the_confinement_an_escape_succeeds(surroundings: Surroundings, 
 FORGE_CODE = (WALK + FORGE).replace("{{", "{").replace("}}", "}")
 
 
-def execute(repl: ReplProcess, code: str) -> Execution:
-    """Run code that asks no question."""
-    outcome = repl.execute(code)
-    assert isinstance(outcome, Execution)
-    return outcome
-
-
-def test_values_cross_as_data() -> None:
-    """Nothing that comes from the process is unpickled, imported or called: an answer is a text."""
-    with ReplProcess({}) as repl:
-        final = execute(repl, "class A:\n    def __reduce__(self):\n        return (print, ('x',))\nFINAL(A())").final
-        assert type(final) is str
-        assert "A object at" in final
-
-
-def test_a_query_crosses_as_data() -> None:
+def test_queries_and_values_cross_as_data() -> None:
     with ReplProcess({}, may_query=True) as repl:
         assert repl.execute("rlm_query('\\ud800', {'a': '\\ud800'})") == Query(("?",), ({"a": "?"},))
         assert repl.refuse("no") == Execution("", "ValueError: no\n", None)
         for context in ("print", "[1]", "{'a': [1, None]}", "{1: 'a'}", "1.5"):
-            stderr = execute(repl, f"rlm_query('x', {context})").stderr
+            stderr = repl.execute(f"rlm_query('x', {context})").stderr
             assert "a context is None for all papers, a text, or a dictionary of texts by id" in stderr
         for prompts, contexts in (("['x']", "[[1]]"), ("['x'] * 99", "[None] * 99"), ("[]", "[]")):
             forged = f"forge(kind='query', prompts={prompts}, contexts={contexts})"
-            assert execute(repl, FORGE_CODE + forged).is_lost
+            assert repl.execute(FORGE_CODE + forged).is_lost
+    # Nothing that comes from the process is unpickled, imported or called: an answer is a text.
+    with ReplProcess({}) as repl:
+        final = repl.execute("class A:\n    def __reduce__(self):\n        return (print, ('x',))\nFINAL(A())").final
+        assert type(final) is str
+        assert "A object at" in final
 
 
 def test_the_parent_waits_for_nobody() -> None:
@@ -336,11 +310,10 @@ def test_the_parent_waits_for_nobody() -> None:
     with ReplProcess({}, may_query=True, limits=LIMITS._replace(seconds=0.3, wall_factor=1)) as repl:
         assert isinstance(repl.execute(FORGE_CODE + code), Query)
         outcome = repl.answer(["x" * 3_000_000])
-        assert isinstance(outcome, Execution)
         assert "TimeoutError" in outcome.stderr
 
 
-def test_code_does_not_run_between_executions() -> None:
+def test_code_does_not_run_between_executions_and_gives_no_reply_in_advance() -> None:
     code = "forge(kind='result', stdout='', stderr='', final='claimed')\nwhile True:\n    pass"
     with ReplProcess({}, limits=LIMITS) as repl:
         # What an execution says of itself it may invent; it does not go on after that.
@@ -351,13 +324,10 @@ def test_code_does_not_run_between_executions() -> None:
         used = sum(process.cpu_times()[:2])
         time.sleep(0.1)
         assert sum(process.cpu_times()[:2]) == used
-
-
-def test_a_reply_cannot_be_given_in_advance() -> None:
     code = "for final in ('first', 'second'):\n    forge(kind='result', stdout='', stderr='', final=final)"
     with ReplProcess({}, limits=LIMITS) as repl:
         repl.execute(FORGE_CODE + code)
-        outcome = execute(repl, "1 / 0")
+        outcome = repl.execute("1 / 0")
         assert outcome.final is None
         assert outcome.is_lost or "ZeroDivisionError" in outcome.stderr
 
@@ -365,17 +335,14 @@ def test_a_reply_cannot_be_given_in_advance() -> None:
 def test_the_process_has_no_variable_and_no_right_of_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "a key")
     with ReplProcess({}) as repl:
-        stdout = execute(repl, WALK + "print(json.dumps(dict(os.environ)))").stdout
+        stdout = repl.execute(WALK + "print(json.dumps(dict(os.environ)))").stdout
         environment = json.JSONDecoder().raw_decode(stdout)[0]
         assert set(environment) <= {"PYTHONHASHSEED", "LC_CTYPE"}
         status = Path(f"/proc/{get_process(repl).pid}/status").read_text()
         assert "Seccomp:\t2\n" in status
         assert "CapEff:\t0000000000000000\n" in status
         assert "a key" not in stdout
-
-
-def test_the_kernel_ends_repls_before_the_trial() -> None:
-    with ReplProcess({}) as repl:
+        # The kernel ends REPLs before the trial.
         process = get_process(repl)
         scores = [int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in (process.pid, process.ppid())]
     assert scores == [1000, 900]

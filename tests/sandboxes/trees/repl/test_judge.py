@@ -73,7 +73,7 @@ def ask(endpoint: Endpoint, *replies: Reply) -> tuple[float, list[float]]:
     return Judge(endpoint.url, "judge-1", sleep=waits.append).score("Who?", "Ada", ["Ada Lovelace", "she"]), waits
 
 
-def test_a_grade_is_a_score(endpoint: Endpoint) -> None:
+def test_a_grade_is_a_score_and_all_waits_are_bounded(endpoint: Endpoint) -> None:
     score, waits = ask(endpoint, grade(8, 4))
     assert score == pytest.approx(0.6)
     assert waits == []
@@ -86,6 +86,8 @@ def test_a_grade_is_a_score(endpoint: Endpoint) -> None:
         "<question>\nWho?\n</question>\n<reference>\n- Ada Lovelace\n- she\n</reference>\n"
         f"<answer-{code}>\nAda\n</answer-{code}>"
     )
+    _, waits = ask(endpoint, *[Reply(500, b"")] * 5, grade(1, 1))
+    assert waits == [2, 4, 8, 16, 30]
 
 
 def test_no_answer_closes_its_tag(endpoint: Endpoint) -> None:
@@ -126,11 +128,6 @@ def test_what_may_pass_is_tried_again(endpoint: Endpoint, reply: Reply) -> None:
     assert KEY not in str(caught.value)
 
 
-def test_all_waits_are_bounded(endpoint: Endpoint) -> None:
-    _, waits = ask(endpoint, *[Reply(500, b"")] * 5, grade(1, 1))
-    assert waits == [2, 4, 8, 16, 30]
-
-
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 204, 307])
 def test_what_stays_wrong_ends_at_once_and_no_redirect_is_followed(endpoint: Endpoint, status: int) -> None:
     with pytest.raises(JudgeError, match=f"refused the request with status {status}"):
@@ -138,13 +135,18 @@ def test_what_stays_wrong_ends_at_once_and_no_redirect_is_followed(endpoint: End
     assert len(endpoint.requests) == 1
 
 
-def test_without_a_key_or_an_address_nothing_is_sent(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_key_nothing_is_sent_and_without_a_server_nothing_comes(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert Judge(endpoint.url, "judge-1").find_obstacle() == ""
     monkeypatch.delenv("OPENAI_API_KEY")
     assert "export OPENAI_API_KEY=" in Judge(endpoint.url, "judge-1").find_obstacle()
     with pytest.raises(JudgeError, match="needs a key"):
         ask(endpoint, grade(10, 10))
     assert endpoint.requests == []
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with pytest.raises(JudgeError, match=r"in 6 attempts: no reply \(ConnectionError\)"):
+        Judge("http://127.0.0.1:9/v1", "m", sleep=lambda seconds: None).score("", "", [])
 
 
 @pytest.mark.parametrize("key", ["sk-secret\r", "sk-\nsecret", "sk secret", "sk-sécret"])
@@ -166,10 +168,3 @@ def test_a_password_file_does_not_replace_the_key(
     monkeypatch.setenv("NETRC", str(path))
     ask(endpoint, grade(10, 10))
     assert endpoint.requests[0][1] == f"Bearer {KEY}"
-
-
-def test_nobody_at_the_address() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OPENAI_API_KEY", KEY)
-        with pytest.raises(JudgeError, match=r"in 6 attempts: no reply \(ConnectionError\)"):
-            Judge("http://127.0.0.1:9/v1", "m", sleep=lambda seconds: None).score("", "", [])

@@ -9,6 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -51,15 +52,12 @@ def test_a_launcher_that_has_ended_is_started_again() -> None:
         assert get_process(repl).ppid() != parent.pid
 
 
-def test_a_process_sees_nothing_of_another() -> None:
+def test_a_process_sees_nothing_of_another_and_leaves_no_stream_open() -> None:
     with ReplProcess({"a": "the first"}) as first:
         first.execute("secret = 'a value of the first'")
         with ReplProcess({"b": "the second"}) as second:
             assert "NameError" in second.execute("secret").stderr
             assert second.execute("list(context)").stdout == "['b']\n"
-
-
-def test_no_stream_of_a_closed_process_stays_open() -> None:
     with ReplProcess({}):
         pass
     before = psutil.Process().num_fds()
@@ -84,6 +82,10 @@ def test_where_no_process_can_be_made_the_others_go_on(monkeypatch: pytest.Monke
         with ReplProcess({}) as third:
             assert third.execute("1 + 1").stdout == "2\n"
     launcher._close_launchers()
+    script.write_text("raise SystemExit(1)")
+    monkeypatch.setattr(launcher, "_LAUNCHERS", {})
+    with pytest.raises(ConfinementError, match="No code can be confined here: "):
+        ReplProcess({})
 
 
 def test_a_process_is_confined_before_it_reads_a_text() -> None:
@@ -119,15 +121,6 @@ def test_a_process_has_no_file_of_its_parent_however_many_there_are(monkeypatch:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_launcher_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("raise SystemExit(1)")
-    monkeypatch.setattr(launcher, "_SCRIPT", script)
-    monkeypatch.setattr(launcher, "_LAUNCHERS", {})
-    with pytest.raises(ConfinementError, match="No code can be confined here: "):
-        ReplProcess({})
-
-
 FORK = """
 import os, sys, time
 from sandboxes.trees.repl.process import *
@@ -142,14 +135,8 @@ repl.execute('while True: pass')
 
 def start_trial(script: str, *arguments: str) -> tuple["subprocess.Popen[str]", list[psutil.Process]]:
     """A process, and those that it names in its first line."""
-    trial = subprocess.Popen(
-        [sys.executable, "-c", script, *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path.cwd(),
-        env={**os.environ, MARK_ENV: "/some/study/runs/a"},
-    )
-    assert trial.stdout is not None
+    command, environment = [sys.executable, "-c", script, *arguments], {**os.environ, MARK_ENV: "/some/study/runs/a"}
+    trial = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path.cwd(), env=environment)
     return trial, [psutil.Process(int(number)) for number in trial.stdout.readline().split()]
 
 
@@ -226,27 +213,17 @@ with ReplProcess({"a": "one", "b": "two" * 40_000}) as repl:
 """
 
 
-def can_fix_addresses() -> bool:
-    script = "import ctypes; print(ctypes.CDLL(None).personality(0x0040000))"
-    return subprocess.run([sys.executable, "-c", script], capture_output=True).stdout != b"-1\n"
-
-
 @pytest.mark.long
 def test_addresses_do_not_depend_on_the_start(tmp_path: Path) -> None:
     """Two launchers, in parents with other folders, variables, limits and files, after other REPLs."""
-    if not can_fix_addresses():
+    fix = "import ctypes; print(ctypes.CDLL(None).personality(0x0040000))"
+    if subprocess.run([sys.executable, "-c", fix], capture_output=True).stdout == b"-1\n":
         pytest.skip("this container does not let a process have fixed addresses (personality)")
     outputs = []
     for number, folder, setting in ((0, Path.cwd(), "x"), (7, tmp_path, "y" * 2000)):
         environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "SOME_SETTING": setting, MARK_ENV: str(folder)}
-        play = subprocess.run(
-            [sys.executable, "-c", PLAY, str(number), json.dumps(SNIPPETS)],
-            capture_output=True,
-            text=True,
-            cwd=folder,
-            env=environment,
-            check=True,
-        )
+        command = [sys.executable, "-c", PLAY, str(number), json.dumps(SNIPPETS)]
+        play = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, check=True)
         outputs.append(json.loads(play.stdout))
     for snippet, first, second in zip(SNIPPETS, *outputs, strict=True):
         assert first == second, snippet
@@ -258,12 +235,8 @@ def test_a_launcher_whose_reply_was_not_read_is_replaced(monkeypatch: pytest.Mon
     monkeypatch.setattr(launcher, "_LAUNCHERS", {})
     with ReplProcess({}):
         (interrupted,) = launcher._LAUNCHERS.values()
-
-    def interrupt(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as context:
-        context.setattr(launcher.socket, "recv_fds", interrupt)
+        context.setattr(launcher.socket, "recv_fds", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             ReplProcess({})
     with ReplProcess({}) as repl:

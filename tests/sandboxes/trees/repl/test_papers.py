@@ -45,9 +45,8 @@ def test_generated_sets_share_no_question() -> None:
 
 
 def make_questions(count: int) -> tuple[Question, ...]:
-    return tuple(
-        Question(f"Question {number}?", {"a": f"text {number}"}, (f"text {number}",)) for number in range(count)
-    )
+    texts = [f"text {number}" for number in range(count)]
+    return tuple(Question(f"Question {number}?", {"a": text}, (text,)) for number, text in enumerate(texts))
 
 
 @pytest.mark.long
@@ -74,7 +73,7 @@ def test_the_test_questions_of_a_file_are_in_no_other_set() -> None:
     )
 
 
-def test_the_setting_selects_a_file(tmp_path: Path) -> None:
+def test_the_setting_selects_a_file_and_children_are_counted_by_their_action(tmp_path: Path) -> None:
     row = {"question": "Who?", "context": {"a": "Ada."}, "evidence": [{"selections": [{"text": "Ada."}]}]}
     path = tmp_path / "questions.jsonl"
     path.write_text("".join(json.dumps({**row, "question": f"Who {number}?"}) + "\n" for number in range(20)))
@@ -85,9 +84,6 @@ def test_the_setting_selects_a_file(tmp_path: Path) -> None:
     assert make_papers(PapersConfig(num_papers=2)).make_levels([0])[0].question == make_question(0, 2, 4)
     with pytest.raises(DataFileError, match="cannot be read"):
         make_papers(PapersConfig(file=str(tmp_path / "nothing.jsonl")))
-
-
-def test_children_are_counted_by_their_action() -> None:
     source = GeneratedPapers(3, 4)
     (level,) = source.make_levels([0])
     assert source.measures["children"](level, ["run", "ask", "ask", "run"]) == 2

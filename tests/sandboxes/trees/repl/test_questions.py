@@ -16,14 +16,17 @@ PAPERS = [
     {"paper_id": "p2", "text": "Three."},
 ]
 CONTEXT = {"p1": "# A title\n\n## Abstract\nShort.\n\nOne two.", "p2": "Three."}
-EVIDENCE = [{"selections": [{"text": "One two."}, {"text": "Three."}]}, {"selections": [{"text": "Three."}]}]
+
+
+def make_evidence(*passages: str) -> list[dict[str, Any]]:
+    return [{"selections": [{"text": passage} for passage in passages]}]
+
+
+EVIDENCE = [*make_evidence("One two.", "Three."), *make_evidence("Three.")]
 QUESTION = Question("Who?", CONTEXT, ("One two.", "Three."))
 ROW = {"question": "Who?", "papers": PAPERS, "evidence": EVIDENCE}
-MESSAGES = [
-    {"role": "user", "content": "When?"},
-    {"role": "assistant", "content": "?"},
-    {"role": "user", "content": "Who?"},
-]
+SPEECHES = (("user", "When?"), ("assistant", "?"), ("user", "Who?"))
+MESSAGES = [{"role": role, "content": content} for role, content in SPEECHES]
 
 
 def without(*names: str) -> dict[str, Any]:
@@ -59,7 +62,13 @@ def test_every_form_of_a_row_is_read(tmp_path: Path, row: dict[str, Any]) -> Non
     assert read_questions(tmp_path / "a.parquet") == [QUESTION]
 
 
-def test_a_map_of_a_parquet_file_is_a_context(tmp_path: Path) -> None:
+def test_rows_keep_their_order_and_a_map_of_a_parquet_file_is_a_context(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", *({**ROW, "question": str(number)} for number in range(5)))
+    path.write_text("\n" + path.read_text())
+    assert [question.text for question in read_questions(path)] == list("01234")
+    rows = [{**ROW, "question": str(number)} for number in range(600)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert [question.text for question in read_questions(tmp_path / "a.parquet")][-1] == "599"
     columns = {
         "question": pa.array(["Who?"]),
         "context": pa.array([list(CONTEXT.items())], pa.map_(pa.string(), pa.string())),
@@ -67,15 +76,6 @@ def test_a_map_of_a_parquet_file_is_a_context(tmp_path: Path) -> None:
     }
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     assert read_questions(tmp_path / "a.parquet") == [QUESTION]
-
-
-def test_rows_keep_their_order(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", *({**ROW, "question": str(number)} for number in range(5)))
-    path.write_text("\n" + path.read_text())
-    assert [question.text for question in read_questions(path)] == list("01234")
-    rows = [{**ROW, "question": str(number)} for number in range(600)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert [question.text for question in read_questions(tmp_path / "a.parquet")][-1] == "599"
 
 
 @pytest.mark.parametrize(
@@ -96,17 +96,11 @@ def test_rows_keep_their_order(tmp_path: Path) -> None:
         ({**without("papers"), "context": {"a": 1}}, "field `context.a`: input should be a valid string"),
         (without("evidence"), "field `reward_spec`: `evidence` with at least one selection"),
         ({**ROW, "evidence": []}, "field `reward_spec`: `evidence` with at least one selection"),
-        (
-            {**ROW, "evidence": [{"selections": [{"text": ""}]}]},
-            "field `evidence[0].selections[0].text`: string should",
-        ),
+        ({**ROW, "evidence": make_evidence("")}, "field `evidence[0].selections[0].text`: string should"),
         ({**ROW, "reward_spec": "{"}, "field `reward_spec`: input should be a valid dictionary"),
         ({**ROW, "question": "cut \ud83d"}, "field `question`: value error, has half of a character"),
         ({**without("papers"), "context": {"\ud83d": "One two."}}, "field `context."),
-        (
-            {**ROW, "evidence": [{"selections": [{"text": "nowhere"}]}]},
-            "field `reward_spec`: no passage of the evidence",
-        ),
+        ({**ROW, "evidence": make_evidence("nowhere")}, "field `reward_spec`: no passage of the evidence"),
         ([1], "field `the row`: input should be a valid dictionary"),
     ],
 )

@@ -16,13 +16,7 @@ ROOT = Path(__file__).parents[4]
 FORMULAS = ("delight", "grouped", "policy_gradient", "target_policy", "token_credit")
 
 
-def test_a_configuration_has_the_record_of_its_method() -> None:
-    config = UpdateRuleConfig.model_validate({"method": "GRPO"})
-    assert config.rule is RULES["GRPO"]
-    assert "rule" not in config.model_dump()
-
-
-def test_every_function_that_is_a_rule_has_a_record() -> None:
+def test_every_function_that_is_a_rule_has_a_record_and_a_configuration_that_of_its_method() -> None:
     """Each function has exactly one record, except for DAPO, which has two names."""
     functions = set()
     for module in FORMULAS:
@@ -35,6 +29,9 @@ def test_every_function_that_is_a_rule_has_a_record() -> None:
     assert set(UPDATE_RULES.values()) == functions
     assert len(functions) == len(METHODS) - 1
     assert UPDATE_RULES["DAPO"] is UPDATE_RULES["DAPOLite"]
+    config = UpdateRuleConfig.model_validate({"method": "GRPO"})
+    assert config.rule is RULES["GRPO"]
+    assert "rule" not in config.model_dump()
 
 
 def read_strings(path: Path) -> set[str]:

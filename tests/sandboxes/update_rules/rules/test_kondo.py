@@ -38,15 +38,11 @@ def test_threshold_is_the_root(case: Case, share: float) -> None:
     eta = case.config.eta
     thresholds = find_threshold(compute_behavior_delight(case.rollouts).amax(-1), case.rollouts.keep_mask, share, eta)
     for e, level in enumerate(thresholds.tolist()):
-        keep_mask = case.rollouts.keep_mask[e].tolist()
-        kept_scores = [
-            score for score, is_kept in zip(compute_literal_scores(case, e), keep_mask, strict=True) if is_kept
-        ]
-        root = brentq(
-            compute_excess, min(kept_scores) - 10 * eta, max(kept_scores) + 10 * eta, args=(kept_scores, share, eta)
-        )
-        tolerance = (max(kept_scores) - min(kept_scores) + 20 * eta) / 2**20
-        assert level == pytest.approx(root, abs=tolerance)
+        pairs = zip(compute_literal_scores(case, e), case.rollouts.keep_mask[e].tolist(), strict=True)
+        scores = [score for score, is_kept in pairs if is_kept]
+        ends = min(scores) - 10 * eta, max(scores) + 10 * eta
+        root = brentq(compute_excess, *ends, args=(scores, share, eta))
+        assert level == pytest.approx(root, abs=(ends[1] - ends[0]) / 2**20)
 
 
 def test_the_kept_share_is_kondo_keep_on_average() -> None:
@@ -70,22 +66,14 @@ def test_a_rollout_is_kept_where_its_uniform_is_below_its_probability(case: Case
     scores = compute_behavior_delight(case.rollouts).amax(-1)
     thresholds = find_threshold(scores, case.rollouts.keep_mask, share, config.eta)
     for e, threshold in enumerate(thresholds.tolist()):
-        keep_probs = [
-            1 / (1 + math.exp(-(score - threshold) / config.eta)) for score in compute_literal_scores(case, e)
-        ]
+        margins = [(score - threshold) / config.eta for score in compute_literal_scores(case, e)]
+        keep_probs = [1 / (1 + math.exp(-margin)) for margin in margins]
         is_kept = [k and u < p for k, u, p in zip(case.rollouts.keep_mask[e], uniforms[e], keep_probs, strict=True)]
         if any(is_kept):
             assert screened.keep_mask[e].tolist() == [bool(kept) for kept in is_kept]
 
 
-def test_keeping_all_changes_nothing() -> None:
-    case = make_random_case(0, "Kondo", 2, 3, 2, kondo_keep=1)
-    screened, metrics = screen_rollouts(case.rollouts, torch.ones_like(case.rollouts.rewards), case.config)
-    assert screened is case.rollouts
-    assert metrics["kept_frac"].tolist() == [1, 1]
-
-
-def test_the_best_rollout_is_kept_where_none_would_be() -> None:
+def test_the_best_rollout_is_kept_where_none_would_be_and_keeping_all_changes_nothing() -> None:
     case = make_random_case(0, "Kondo", 3, 3, 2, kondo_keep=0.05)
     screened, _ = screen_rollouts(case.rollouts, torch.ones_like(case.rollouts.rewards), case.config)
     for e in range(3):
@@ -93,3 +81,7 @@ def test_the_best_rollout_is_kept_where_none_would_be() -> None:
         candidates = [i for i, keep in enumerate(case.rollouts.keep_mask[e].tolist()) if keep]
         best = max(candidates, key=lambda i: scores[i])
         assert screened.keep_mask[e].nonzero().flatten().tolist() == [best]
+    case = make_random_case(0, "Kondo", 2, 3, 2, kondo_keep=1)
+    screened, metrics = screen_rollouts(case.rollouts, torch.ones_like(case.rollouts.rewards), case.config)
+    assert screened is case.rollouts
+    assert metrics["kept_frac"].tolist() == [1, 1]

@@ -26,10 +26,6 @@ def gate(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
     return loops.gate(p[i][t][m.actions[i][t]], advantage(m, p, c, i, t), c)
 
 
-def uncertainty(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
-    return loops.population_std(m.rewards)
-
-
 def self_gate(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
     return loops.gate(p[i][t][m.actions[i][t]], loops.token_advantage(m, p, c, i, t), c)
 
@@ -78,13 +74,15 @@ TERMS: dict[tuple[str, str], Term] = {
     ("FreshDG", "freshness_weight"): lambda m, p, c, i, t: math.exp(-c.replay_age_decay * m.age),
     ("FreshDG", "batch_age"): lambda m, p, c, i, t: m.age,
     ("DGEntropyGuard", "entropy_guard_mean"): loops.entropy_guard,
-    ("UncertaintyDG", "uncertainty_mean"): uncertainty,
+    ("UncertaintyDG", "uncertainty_mean"): lambda m, p, c, i, t: loops.population_std(m.rewards),
     ("UncertaintyDG", "gate_mean"): lambda m, p, c, i, t: loops.sigmoid(
-        (-advantage(m, p, c, i, t) * p[i][t][m.actions[i][t]] - c.uncertainty_scale * uncertainty(m, p, c, i, t))
+        (-advantage(m, p, c, i, t) * p[i][t][m.actions[i][t]] - c.uncertainty_scale * loops.population_std(m.rewards))
         / c.eta
     ),
-    ("FilteredDG", "kept_frac"): lambda m, p, c, i, t: float(uncertainty(m, p, c, i, t) <= c.uncertainty_threshold),
-    ("RewardVarianceDG", "uncertainty_mean"): uncertainty,
+    ("FilteredDG", "kept_frac"): lambda m, p, c, i, t: float(
+        loops.population_std(m.rewards) <= c.uncertainty_threshold
+    ),
+    ("RewardVarianceDG", "uncertainty_mean"): lambda m, p, c, i, t: loops.population_std(m.rewards),
     ("DGToken", "rtg_mean"): loops.reward_to_go,
     ("SelfDistillDG", "gate_mean"): self_gate,
     ("SelfDistillDG", "distill_loss"): lambda m, p, c, i, t: -self_gate(m, p, c, i, t) * p[i][t][m.labels[i][t]],

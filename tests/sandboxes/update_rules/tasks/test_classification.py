@@ -11,14 +11,8 @@ from torch import nn
 
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.tasks.classification import (
-    ClassificationTask,
-    Images,
-    MLPEnsemble,
-    init_mlp_ensemble,
-    make_synthetic_images,
-    read_images,
-)
+from sandboxes.update_rules.tasks import classification
+from sandboxes.update_rules.tasks.classification import ClassificationTask, Images, MLPEnsemble, read_images
 from tests.sandboxes.update_rules.tasks import oracles
 
 
@@ -62,12 +56,11 @@ def test_a_member_is_torchs_perceptron_with_its_weights() -> None:
             for name in ("weight", "bias"):
                 gradient = models.weights[f"layers.{number}.{name}"].grad
                 expected_gradient = getattr(model[2 * number], name).grad
-                assert gradient is not None
                 torch.testing.assert_close(gradient[member], expected_gradient, atol=1e-4, rtol=1e-4)
 
 
 def test_first_weights_are_uniform_within_the_bound_of_torchs_linear_layers() -> None:
-    models = init_mlp_ensemble((784, 50, 50, 10), MemberRngs((1, 2)))
+    models = classification.init_mlp_ensemble((784, 50, 50, 10), MemberRngs((1, 2)))
     for name, weight in models.weights.items():
         bound = (784 if name.startswith("layers.0") else 50) ** -0.5
         assert float(weight.detach().abs().max()) <= bound
@@ -84,7 +77,6 @@ def test_the_fields_of_a_batch_are_consistent() -> None:
     assert torch.equal(rollouts.labels[..., 0], task.images.train_labels[indices])
     assert torch.equal(rollouts.observations, task.images.train_images[indices] / 255)
     assert torch.equal(rollouts.rewards, (rollouts.actions == rollouts.labels).float()[..., 0])
-    assert rollouts.expected_reward is not None
     label_log_probs = log_probs.gather(-1, rollouts.labels[..., None])[..., 0]
     torch.testing.assert_close(rollouts.expected_reward[..., None], label_log_probs.exp(), atol=1e-6, rtol=1e-5)
     action_log_probs = log_probs.gather(-1, rollouts.actions[..., None])[..., 0]
@@ -93,7 +85,7 @@ def test_the_fields_of_a_batch_are_consistent() -> None:
     assert rollouts.keep_mask.all()
 
 
-def test_groups_guess_at_one_image_and_uniform_ones_are_left_out() -> None:
+def test_groups_guess_at_one_image_and_noise_corrupts_rewards() -> None:
     task, models, rngs = make_task_and_models(method="GRPO", group_size=4)
     rollouts = task.sample(models, rngs, 1)
     images = rollouts.observations.unflatten(1, (10, 4))
@@ -103,9 +95,6 @@ def test_groups_guess_at_one_image_and_uniform_ones_are_left_out() -> None:
         is_mixed = oracles.find_mixed_groups(rollouts.rewards[member].tolist(), 4)
         is_kept = is_mixed if any(is_mixed) else [True] * 10
         assert rollouts.keep_mask[member].tolist() == [keep for keep in is_kept for _ in range(4)]
-
-
-def test_noise_corrupts_rewards_and_hides_the_expected_reward() -> None:
     task, models, rngs = make_task_and_models(reward_noise=0.5, reward_noise_mode="false_positive_action0")
     rollouts = task.sample(models, rngs, 1)
     is_corrupted = rngs.uniform("sandbox_noise", 1, shape=(40, 2))[..., 0] < 0.5
@@ -128,7 +117,7 @@ def test_evaluation_is_of_the_likeliest_class_of_all_test_images() -> None:
 
 @pytest.mark.long
 def test_synthetic_images_have_mnists_shape_and_are_always_the_same() -> None:
-    images, second_images = make_synthetic_images(), make_synthetic_images()
+    images, second_images = (classification.make_synthetic_images() for _ in range(2))
     assert images.train_images.shape == (60_000, 784)
     assert images.test_images.shape == (10_000, 784)
     assert images.train_images.dtype == torch.uint8
@@ -179,14 +168,8 @@ def test_files_that_are_not_mnists_are_refused(tmp_path: Path) -> None:
     label_path.unlink()
     gzip_path = tmp_path / f"{label_path.name}.gz"
     label_gzip = gzip.compress(label_bytes)
-    damaged_contents = (
-        b"not a gzip file",
-        label_gzip[:-20],  # truncated
-        label_gzip[:10] + bytes([0xFF] * 40) + label_gzip[50:],  # a deflate block of a type that does not exist
-    )
-    for content in damaged_contents:
+    # No gzip file, a truncated one, and one with a deflate block of a type that does not exist.
+    for content in (b"not", label_gzip[:-20], label_gzip[:10] + bytes([0xFF] * 40) + label_gzip[50:]):
         gzip_path.write_bytes(content)
-        with pytest.raises(
-            ValueError, match=r"t10k-labels-idx1-ubyte\.gz cannot be unpacked \(.+\)\. Download it again\."
-        ):
+        with pytest.raises(ValueError, match=r"idx1-ubyte\.gz cannot be unpacked \(.+\)\. Download it again\."):
             read_images(str(tmp_path))

@@ -1,5 +1,6 @@
 """Tests of the language-model bandit: its text, stacked weights, rewards, KL penalties and evaluation."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -29,7 +30,6 @@ def make_task_and_models(
 ) -> tuple[LanguageModelBandit, LanguageModelEnsemble, MemberRngs]:
     config = UpdateRuleConfig(**{"task": "lm_bandit", "batch_size": 24, "context_len": 10, **settings})
     task, rngs = make_task(config), MemberRngs(seeds)
-    assert isinstance(task, LanguageModelBandit)
     return task, task.make_models(rngs), rngs
 
 
@@ -51,10 +51,8 @@ def test_a_member_is_the_policy_with_its_weights() -> None:
     log_probs[..., 0, 0].sum().backward()
     for member in range(2):
         policy = load_policy("sokoban-tiny", torch.device("cpu")).model
-        member_weights = {
-            name.removeprefix("policy."): weight[member].detach() for name, weight in models.weights.items()
-        }
-        policy.load_state_dict(member_weights, strict=False)
+        weights = {name: weight[member].detach() for name, weight in models.weights.items()}
+        policy.load_state_dict({name.removeprefix("policy."): weights[name] for name in weights}, strict=False)
         positions = torch.arange(24 * 10)
         logits = policy.lm_head(policy.model.compute_hidden_states(rollouts.observations[member], positions))
         expected = logits.view(24, 10, -1)[:, -1].log_softmax(-1)
@@ -62,8 +60,6 @@ def test_a_member_is_the_policy_with_its_weights() -> None:
         expected[:, 0].sum().backward()
         for name, weight in policy.named_parameters():
             gradient = models.weights[f"policy.{name}"].grad
-            assert gradient is not None
-            assert weight.grad is not None
             torch.testing.assert_close(gradient[member], weight.grad, atol=1e-3, rtol=1e-3)
 
 
@@ -113,7 +109,6 @@ def test_the_fields_of_a_batch_are_consistent(method: str, kl_weight: float) -> 
             )
             rewards = torch.nn.functional.one_hot(torch.tensor(label), task.policy.model.shape.vocab_size) - penalty
             mean = float((log_probs[member, row].exp() * rewards).sum())
-            assert rollouts.expected_reward is not None
             assert float(rollouts.expected_reward[member, row]) == pytest.approx(mean, abs=1e-4)
             log_prob = float(log_probs[member, row, action])
             assert float(rollouts.behavior_log_probs[member, row, 0]) == pytest.approx(log_prob, abs=1e-4)
@@ -152,12 +147,8 @@ def test_evaluation_is_over_windows_that_do_not_overlap() -> None:
         entropies.append(-float((log_probs.exp() * log_probs).sum()))
     count = len(is_wrong)
     ranked_windows = sorted(range(count), key=lambda window: -initial_log_probs[window])
-    sizes = [count // 3 + (count % 3 > 0), count // 3 + (count % 3 > 1), count // 3]
-    thirds = (
-        ranked_windows[: sizes[0]],
-        ranked_windows[sizes[0] : sizes[0] + sizes[1]],
-        ranked_windows[sizes[0] + sizes[1] :],
-    )
+    ends = [0, count // 3 + (count % 3 > 0), 2 * (count // 3) + count % 3, count]
+    thirds = [ranked_windows[start:end] for start, end in itertools.pairwise(ends)]
     expected = {
         "test_error": sum(is_wrong) / count,
         "perplexity": math.exp(sum(surprisals) / count),
@@ -181,13 +172,16 @@ def test_the_shipped_text_is_made_by_its_recipe() -> None:
     assert tokenizer.decode(token_ids, skip_special_tokens=False) == "\n".join(passages)
 
 
-def test_a_text_is_its_lines_and_its_last_quarter_is_for_evaluation(tmp_path: Path) -> None:
+def test_a_text_is_its_lines_or_passages_and_its_last_quarter_is_for_evaluation(tmp_path: Path) -> None:
     text, lines = tmp_path / "text.txt", [f"P1{n} X22 O3{n} LURD" for n in range(1, 9)]
     text.write_text("\n\n".join(lines), encoding="utf-8")
     tokenizer = load_policy("sokoban-tiny", torch.device("cpu")).tokenizer
     tokens = read_tokens(str(text), tokenizer, 4)
     assert tokenizer.decode(tokens.train.tolist()) == "\n".join(lines[:6])
     assert tokenizer.decode(tokens.test.tolist()) == "\n" + "\n".join(lines[6:])
+    path = tmp_path / "two.jsonl"
+    path.write_text(json.dumps("a\nb") + "\n" + json.dumps("c"), encoding="utf-8")
+    assert read_passages(path) == ["a\nb", "c"]
 
 
 @pytest.mark.parametrize(
@@ -201,20 +195,11 @@ def test_a_text_is_its_lines_and_its_last_quarter_is_for_evaluation(tmp_path: Pa
         (None, b"", "cannot be read"),
     ],
 )
-def test_other_texts_are_refused(tmp_path: Path, name: str | None, content: bytes, message: str) -> None:
+def test_other_texts_and_contexts_are_refused(tmp_path: Path, name: str | None, content: bytes, message: str) -> None:
     path = tmp_path / (name or "missing.txt")
     if name is not None:
         path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         make_task_and_models(text_file=str(path))
-
-
-def test_a_context_longer_than_the_model_reads_is_refused() -> None:
     with pytest.raises(ValueError, match="the 512 tokens that sokoban-tiny can read: set context_len=512, or less"):
         make_task_and_models(context_len=513)
-
-
-def test_passages_may_hold_newlines(tmp_path: Path) -> None:
-    path = tmp_path / "two.jsonl"
-    path.write_text(json.dumps("a\nb") + "\n" + json.dumps("c"), encoding="utf-8")
-    assert read_passages(path) == ["a\nb", "c"]

@@ -26,13 +26,8 @@ def draw_answers(draw: st.DrawFn) -> tuple[str, int, int, list[list[int]], list[
     task = draw(st.sampled_from(SEQUENCE_TASKS))
     vocab, length = draw(st.integers(1, 5)), draw(st.integers(2, 6))
     num_prompts = draw(st.integers(1, 4))
-    prompts = draw(
-        st.lists(
-            st.lists(st.integers(0, vocab - 1), min_size=length, max_size=length),
-            min_size=num_prompts,
-            max_size=num_prompts,
-        )
-    )
+    prompt_lists = st.lists(st.integers(0, vocab - 1), min_size=length, max_size=length)
+    prompts = [draw(prompt_lists) for _ in range(num_prompts)]
     all_answers = []
     for prompt in prompts:
         target = oracles.make_right_answer(task, prompt, vocab)
@@ -85,7 +80,7 @@ def test_noise_of_sequences_is_that_of_the_literal_version(mode: str, share: flo
 
 
 @pytest.mark.parametrize("mode", ["false_positive_action0", "spurious_feature"])
-def test_noise_rewards_action_zero_of_a_bandit_where_it_is_wrong(mode: str) -> None:
+def test_noise_rewards_action_zero_of_a_bandit_where_it_is_wrong_and_groups_are_mixed(mode: str) -> None:
     actions, is_solved = torch.tensor([0, 1, 0, 2]), torch.tensor([False, False, True, True])
     rewards = torch.tensor([-0.5, 0.0, 0.75, 1.0])
     noisy_rewards = corrupt_rewards(
@@ -93,6 +88,8 @@ def test_noise_rewards_action_zero_of_a_bandit_where_it_is_wrong(mode: str) -> N
     )
     assert noisy_rewards.tolist() == [1.0, 0.0, 0.75, 1.0]
     assert not detect_bandit_feature("label_flip", actions).any()
+    is_solved = torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.0, 0.0]])
+    assert find_mixed_groups(is_solved, 2).tolist() == [[False, True, False]]
 
 
 @given(st.integers(2, 5), st.integers(1, 4), st.data())
@@ -107,8 +104,3 @@ def test_uniform_groups_are_left_out_unless_all_are(size: int, groups: int, data
     assert scalars["informative_group_rate"].tolist() == pytest.approx([sum(is_mixed) / groups, 0], abs=1e-6)
     assert scalars["retained_group_rate"].tolist() == pytest.approx([sum(is_kept) / groups, 1], abs=1e-6)
     assert scalars["used_group_fallback"].tolist() == [float(not any(is_mixed)), 1.0]
-
-
-def test_groups_of_a_bandit_are_mixed_where_some_are_right_and_some_wrong() -> None:
-    is_solved = torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.0, 0.0]])
-    assert find_mixed_groups(is_solved, 2).tolist() == [[False, True, False]]

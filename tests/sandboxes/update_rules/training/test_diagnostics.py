@@ -1,7 +1,6 @@
 """Tests of the measurements of an update: they equal their definitions, token by token, and gradients one at a time."""
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -89,12 +88,8 @@ def compute_literal_statistics(
         "entropy_drop_pos_adv": mean_or_nan([drop for drop, row in zip(drops, rows, strict=True) if row[2] > 0]),
         "entropy_drop_neg_adv": mean_or_nan([drop for drop, row in zip(drops, rows, strict=True) if row[2] < 0]),
     }
-    measures: dict[str, Callable[[tuple[float, ...]], float]] = {
-        "surprisal": lambda row: row[3],
-        "delight": lambda row: row[2] * row[3],
-    }
-    for name, measure in measures.items():
-        values = [measure(row) for row in rows]
+    delights = [row[2] * row[3] for row in rows]
+    for name, values in (("surprisal", [row[3] for row in rows]), ("delight", delights)):
         low, high = np.quantile(values, [1 / 3, 2 / 3])
         thirds: dict[str, list[float]] = {"low": [], "mid": [], "high": []}
         for value, drop in zip(values, drops, strict=True):
@@ -116,19 +111,19 @@ def test_entropy_statistics(seed: int) -> None:
             assert float(statistics[name][member]) == pytest.approx(value, rel=1e-3, abs=1e-5, nan_ok=True), name
 
 
-def test_entropy_is_zero_for_a_certain_policy_and_log_a_for_a_uniform_one() -> None:
-    certain = torch.tensor([0.0, -torch.inf, -torch.inf])
-    assert float(entropies(certain)) == 0.0
-    assert float(entropies(torch.full((4,), 0.25).log())) == pytest.approx(math.log(4))
-
-
-def test_a_statistic_without_tokens_is_missing() -> None:
+def test_special_cases_of_entropies_and_of_statistics_that_are_missing() -> None:
     batch = make_random_batch(0)
     statistics = compute_entropy_statistics(
         make_logits(0), make_logits(1), Rollouts(**{**vars(batch), "rewards": batch.rewards + 9})
     )
     assert bool(statistics["entropy_drop_neg_adv"].isnan().all())
     assert bool(statistics["entropy_drop_pos_adv"].isfinite().all())
+    x = torch.tensor([[1.0, 2.0, 3.0]])
+    assert bool(correlation(x, torch.ones_like(x), torch.ones_like(x, dtype=torch.bool)).isnan().all())
+    assert bool(cosine(x, torch.zeros_like(x)).isnan().all())
+    certain = torch.tensor([0.0, -torch.inf, -torch.inf])
+    assert float(entropies(certain)) == 0.0
+    assert float(entropies(torch.full((4,), 0.25).log())) == pytest.approx(math.log(4))
 
 
 @draw_examples(20)
@@ -143,12 +138,6 @@ def test_cosine_and_correlation(seed: int) -> None:
         member_mask = keep_mask[member].numpy()
         expected = np.corrcoef(member_x[member_mask], member_y[member_mask])[0, 1]
         assert float(correlation(x, y, keep_mask)[member]) == pytest.approx(float(expected), abs=1e-5)
-
-
-def test_a_constant_has_no_correlation() -> None:
-    x = torch.tensor([[1.0, 2.0, 3.0]])
-    assert bool(correlation(x, torch.ones_like(x), torch.ones_like(x, dtype=torch.bool)).isnan().all())
-    assert bool(cosine(x, torch.zeros_like(x)).isnan().all())
 
 
 def test_the_fit_to_the_oracle_is_that_of_one_gradient_per_token() -> None:

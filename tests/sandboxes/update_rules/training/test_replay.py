@@ -40,13 +40,18 @@ def test_a_delayed_batch_is_that_of_delay_steps_ago_or_the_fresh_one(delay: int,
         assert draw.rollouts.age.tolist() == [delay if step >= delay else 0] * 2
 
 
-def test_the_oldest_batch_leaves_a_full_buffer_and_drawing_changes_nothing() -> None:
+def test_the_oldest_batch_leaves_a_full_buffer_and_batches_without_priority_are_equally_likely() -> None:
     buffer, batches = make_filled_buffer(6, replay_capacity=4)
-    assert [are_equal(stored.rollouts, batch) for stored, batch in zip(buffer.batches, batches[2:], strict=True)] == [
-        True
-    ] * 4
+    pairs = zip(buffer.batches, batches[2:], strict=True)
+    assert all(are_equal(stored.rollouts, batch) for stored, batch in pairs)
     buffer.draw(make_random_batch(9), UNIFORMS)
     assert are_equal(buffer.batches[0].rollouts, batches[2])
+    batches = [replace(make_random_batch(seed), rewards=torch.zeros(2, 5)) for seed in range(4)]
+    buffer, _ = make_filled_buffer(0, replay_capacity=8, replay_priority="reward")
+    for batch in batches[:-1]:
+        buffer = buffer.with_batch(batch)
+    for uniform, age in ((0.1, 3), (0.3, 2), (0.6, 1), (0.9, 0)):
+        assert int(buffer.draw(batches[-1], torch.tensor([uniform, uniform])).rollouts.age[0]) == age
 
 
 def compute_literal_priority(priority: str, batch: Rollouts, member: int) -> float:
@@ -63,17 +68,8 @@ def compute_literal_priority(priority: str, batch: Rollouts, member: int) -> flo
                 baseline = float(batch.expected_reward[member, rollout])
             advantage = reward - baseline
             delight = max(0.0, advantage * -log_prob)
-            values.append(
-                {
-                    "uniform": 1.0,
-                    "reward": abs(reward),
-                    "advantage": abs(advantage),
-                    "surprisal": -log_prob,
-                    "delight": delight,
-                    "fresh_delight": delight,
-                    "freshness": 1.0,
-                }[priority]
-            )
+            priorities = {"uniform": 1.0, "reward": abs(reward), "advantage": abs(advantage), "surprisal": -log_prob}
+            values.append({**priorities, "delight": delight, "fresh_delight": delight, "freshness": 1.0}[priority])
     return sum(values) / len(values)
 
 
@@ -107,17 +103,6 @@ def test_members_draw_with_their_own_priorities(
         assert below - 1e-6 <= uniforms[member] <= up_to + 1e-6
 
 
-def test_batches_without_any_priority_are_equally_likely() -> None:
-    batches = [replace(make_random_batch(seed), rewards=torch.zeros(2, 5)) for seed in range(4)]
-    buffer, _ = make_filled_buffer(0, replay_capacity=8, replay_priority="reward")
-    for batch in batches[:-1]:
-        buffer = buffer.with_batch(batch)
-    ages = [
-        buffer.draw(batches[-1], torch.tensor([uniform, uniform])).rollouts.age[0] for uniform in (0.1, 0.3, 0.6, 0.9)
-    ]
-    assert [int(age) for age in ages] == [3, 2, 1, 0]
-
-
 @draw_examples(20)
 @given(st.lists(st.tuples(st.integers(0, 31), st.floats(0.01, 1)), max_size=8))
 def test_age_statistics_are_those_of_the_batches_since_the_last_row(ages: list[tuple[int, float]]) -> None:
@@ -130,9 +115,8 @@ def test_age_statistics_are_those_of_the_batches_since_the_last_row(ages: list[t
         return
     mean = sum(age for age, _ in ages) / len(ages)
     assert values["age_mean"] == pytest.approx(mean)
-    assert values["age_std"] == pytest.approx(
-        math.sqrt(sum((age - mean) ** 2 for age, _ in ages) / len(ages)), abs=1e-6
-    )
+    variance = sum((age - mean) ** 2 for age, _ in ages) / len(ages)
+    assert values["age_std"] == pytest.approx(math.sqrt(variance), abs=1e-6)
     assert values["effective_age"] == pytest.approx(sum(a * w for a, w in ages) / sum(w for _, w in ages))
     statistics.reset()
     assert math.isnan(float(statistics.compute()["age_mean"]))

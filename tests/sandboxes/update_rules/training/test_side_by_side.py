@@ -39,11 +39,13 @@ def start_trial() -> Iterator[StartTrial]:
     """Return a function that starts a trial as Tune does, after it has cleaned up the previous one."""
     trials: list[UpdateRules] = []
 
-    def start(folder: Path, **settings: Any) -> UpdateRules:
+    def start(folder: Path, num_reports: int = 0, **settings: Any) -> UpdateRules:
         for trial in trials:
             trial.cleanup()
         trials.append(UpdateRules(make_config(folder, **settings)))
         trials[-1].begin()
+        for _ in range(num_reports):
+            trials[-1].step()
         return trials[-1]
 
     yield start
@@ -62,17 +64,6 @@ def read_written_rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Read the rows on disk by run, without times."""
     paths = sorted(folder.glob("s*"))
     return {path.name: [drop_times(row) for row in read_rows(path / "metrics.jsonl")] for path in paths}
-
-
-def step_twice(trial: UpdateRules) -> None:
-    trial.step()
-    trial.step()
-
-
-def assert_equal_weights(*folders: Path) -> None:
-    for seed in (0, 1):
-        states = [read_checkpoint(folder / f"s{seed}" / "state" / "step_7")[0] for folder in folders]
-        assert torch.equal(*(state["adam/weights"] for state in states))
 
 
 @pytest.fixture(scope="module")
@@ -107,13 +98,13 @@ def test_a_report_has_the_rows_of_all_runs_and_they_are_on_disk(uninterrupted: t
 def test_a_resumed_trial_writes_the_rows_of_an_uninterrupted_one(
     tmp_path: Path, start_trial: StartTrial, uninterrupted: tuple[Path, list[Report]], num_reports: int
 ) -> None:
-    first_trial = start_trial(tmp_path)
-    for _ in range(num_reports):
-        first_trial.step()
+    start_trial(tmp_path, num_reports=num_reports)
     reports = run_to_end(start_trial(tmp_path))
     assert read_written_rows(tmp_path) == read_written_rows(uninterrupted[0])
     assert reports[-1]["training_iteration"] == 4
-    assert_equal_weights(tmp_path, uninterrupted[0])
+    for seed in (0, 1):
+        states = [read_checkpoint(folder / f"s{seed}/state/step_7")[0] for folder in (tmp_path, uninterrupted[0])]
+        assert torch.equal(*(state["adam/weights"] for state in states))
 
 
 def drop_batches(folder: Path) -> None:
@@ -146,7 +137,7 @@ def test_training_continues_from_the_newest_step_of_which_all_runs_have_whole_st
     tmp_path: Path, start_trial: StartTrial, uninterrupted: Any, name: str
 ) -> None:
     damage, step, note = DAMAGES[name]
-    step_twice(start_trial(tmp_path))
+    start_trial(tmp_path, num_reports=2)
     damage(tmp_path)
     second_trial = start_trial(tmp_path)
     assert second_trial.training.trainer.step_index == step
@@ -158,7 +149,7 @@ def test_training_continues_from_the_newest_step_of_which_all_runs_have_whole_st
 
 
 def test_runs_that_start_again_because_one_joins_them_say_so(tmp_path: Path, start_trial: StartTrial) -> None:
-    step_twice(start_trial(tmp_path))
+    start_trial(tmp_path, num_reports=2)
     second_trial = start_trial(tmp_path, seeds=(0, 1, 2))
     assert second_trial.training.trainer.step_index == 0
     assert "have no checkpoint at a common step: all start at step 0" in second_trial.step()["note"]
@@ -180,7 +171,7 @@ def test_a_run_of_a_trial_that_ended_is_left_as_it_is(
 ) -> None:
     """The process was killed when the last row of one run was on disk and that of the other was not."""
     shutil.copytree(uninterrupted[0], tmp_path / "copy")
-    step_twice(start_trial(tmp_path, trainer__resume_every=100))
+    start_trial(tmp_path, trainer__resume_every=100, num_reports=2)
     expected_bytes = (tmp_path / "copy" / "s0" / "metrics.jsonl").read_bytes()
     shutil.copytree(tmp_path / "copy" / "s0", tmp_path / "s0", dirs_exist_ok=True)
     reports = run_to_end(start_trial(tmp_path, trainer__resume_every=100))

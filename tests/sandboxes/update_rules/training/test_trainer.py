@@ -57,10 +57,14 @@ def test_two_runs_of_one_configuration_have_equal_rows() -> None:
 
 
 @pytest.mark.long
-def test_rules_learn_the_task() -> None:
+def test_rules_learn_the_task_and_cross_entropy_learns_to_reverse() -> None:
     for method in ("CE", "DG", "REINFORCE"):
         rows = run_ensemble(make_trainer(make_config(steps=150, test_freq=150, method=method, batch_size=32)))
         assert [rows[seed][-1]["test_error"] for seed in (0, 1, 2)] == [0, 0, 0], method
+    settings = {**TINY, "task": "token_reversal", "method": "CE", "lr": 3e-3, "batch_size": 32, "seq_len": 3}
+    for first, last in run_ensemble(make_real_trainer(make_config(100, 100, **settings), (0, 1))).values():
+        assert first["test_error"] > 0.3
+        assert last["test_error"] < 0.02
 
 
 @pytest.mark.parametrize("measures", [ALL_MEASURES, {"trainer": {"total_training_steps": 12, "test_freq": 1}}])
@@ -80,9 +84,6 @@ def test_a_member_has_the_weights_that_it_has_alone(method: str) -> None:
         single = make_trainer(settings, (seed,))
         run_ensemble(single)
         torch.testing.assert_close(get_weights(single, seed), get_weights(ensemble, seed), rtol=1e-5, atol=1e-5)
-
-
-# ---------------------------------------------------------------------------- delay and replay
 
 
 def test_replay_of_capacity_delay_plus_one_is_delay() -> None:
@@ -129,9 +130,6 @@ def test_effective_age_counts_a_batch_as_much_as_the_loss_does() -> None:
     assert [row["age_mean"] for row in replay_rows[0]] == [row["age_mean"] for row in fresh_rows[0]]
 
 
-# ---------------------------------------------------------------------------- ends
-
-
 def make_grouped_config(**settings: Any) -> UpdateRuleConfig:
     return make_config(method="GRPO", group_size=4, fallback_patience=3, **settings)
 
@@ -140,8 +138,8 @@ def test_a_member_without_mixed_groups_ends_and_the_others_continue_unchanged() 
     trainer = make_trainer(make_grouped_config(), uniform_from={1: 4})
     rows = run_ensemble(trainer)
     assert [row["step"] for row in rows[1]] == [0, 5, 6]
-    stop = {name: rows[1][-1][name] for name in ("stop_rule", "stop_value", "stop_threshold", "stop_step")}
-    assert stop == {"stop_rule": "uniform_groups", "stop_value": 3.0, "stop_threshold": 3.0, "stop_step": 6}
+    stop = [rows[1][-1][f"stop_{name}"] for name in ("rule", "value", "threshold", "step")]
+    assert stop == ["uniform_groups", 3.0, 3.0, 6]
     assert "loss" not in rows[1][-1]
     assert [row["step"] for row in rows[0]] == [0, 5, 10, 12]
     assert (trainer.final_states[1].values["step"], trainer.final_states[0].values["step"]) == (6, 12)
@@ -166,10 +164,14 @@ def test_the_ages_of_the_others_are_counted_through_the_end_of_one() -> None:
             assert [row[name] for row in rows[seed]] == [row[name] for row in expected_rows[seed]]
 
 
-def test_an_end_at_an_evaluation_writes_one_row() -> None:
+def test_an_end_at_an_evaluation_writes_one_row_and_all_members_may_end_at_once() -> None:
     rows = run_ensemble(make_trainer(make_grouped_config(), uniform_from={1: 3}))
     assert [row["step"] for row in rows[1]] == [0, 5]
     assert rows[1][-1]["stop_rule"] == "uniform_groups"
+    trainer = make_trainer(make_grouped_config(), uniform_from={0: 0, 1: 0, 2: 0})
+    rows = run_ensemble(trainer)
+    assert all(rows[seed][-1]["stop_step"] == 2 for seed in (0, 1, 2))
+    assert train_to_next_rows(trainer).rows == {}
 
 
 def test_a_mixed_batch_resets_the_count_of_uniform_ones() -> None:
@@ -185,21 +187,7 @@ def test_a_mixed_batch_resets_the_count_of_uniform_ones() -> None:
     assert rows[1][1]["group_fallback"] == 1
 
 
-def test_all_members_may_end_at_once() -> None:
-    trainer = make_trainer(make_grouped_config(), uniform_from={0: 0, 1: 0, 2: 0})
-    rows = run_ensemble(trainer)
-    assert all(rows[seed][-1]["stop_step"] == 2 for seed in (0, 1, 2))
-    assert train_to_next_rows(trainer).rows == {}
-
-
-def test_weights_that_the_last_step_broke_are_failures_with_their_names() -> None:
-    trainer = make_trainer(make_config(steps=1, test_freq=1, lr=3.4e38))
-    message = "values of step 0 were not finite: weight logits, weight shift"
-    assert trainer.step().failures == dict.fromkeys((0, 1, 2), message)
-    assert trainer.final_states == {}
-
-
-def test_a_member_that_is_not_finite_fails_and_does_not_affect_the_others() -> None:
+def test_a_member_that_is_not_finite_fails_with_its_names_and_does_not_affect_the_others() -> None:
     trainer = make_trainer(make_config(), broken_at={1: 5})
     train_to_next_rows(trainer)
     progress = train_to_next_rows(trainer)
@@ -215,9 +203,10 @@ def test_a_member_that_is_not_finite_fails_and_does_not_affect_the_others() -> N
         assert all(math.isfinite(value) for value in rows[seed][-1].values())
         weights = get_weights(trainer, seed), get_weights(reference_trainer, seed)
         torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-5)
-
-
-# ---------------------------------------------------------------------------- states
+    trainer = make_trainer(make_config(steps=1, test_freq=1, lr=3.4e38))
+    message = "values of step 0 were not finite: weight logits, weight shift"
+    assert trainer.step().failures == dict.fromkeys((0, 1, 2), message)
+    assert trainer.final_states == {}
 
 
 @pytest.mark.parametrize(
@@ -257,17 +246,7 @@ def test_states_of_different_steps_and_equal_seeds_are_refused() -> None:
         make_trainer(make_config(), (1, 1))
 
 
-# ---------------------------------------------------------------------------- real tasks
-
 TINY = {"d_model": 16, "seq_len": 4, "lr": 1e-3}
-
-
-@pytest.mark.long
-def test_cross_entropy_learns_to_reverse() -> None:
-    settings = {**TINY, "task": "token_reversal", "method": "CE", "lr": 3e-3, "batch_size": 32, "seq_len": 3}
-    for first, last in run_ensemble(make_real_trainer(make_config(100, 100, **settings), (0, 1))).values():
-        assert first["test_error"] > 0.3
-        assert last["test_error"] < 0.02
 
 
 @pytest.mark.parametrize("task", ["token_reversal", "lm_bandit"])

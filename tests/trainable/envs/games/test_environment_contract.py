@@ -60,9 +60,8 @@ def test_a_subset_of_episodes_is_stepped_as_in_the_whole_batch(environment: Envi
         partial = environment.step([states[row] for row in subset], [turns[row] for row in subset], luck[subset])
         for field in ("rewards", "action_counts", "done", "success"):
             assert np.array_equal(getattr(partial, field), getattr(outcome, field)[subset])
-        assert [environment.format_state(state, "full") for state in partial.states] == [
-            environment.format_state(outcome.states[row], "full") for row in subset
-        ]
+        partial_texts = [environment.format_state(state, "full") for state in partial.states]
+        assert partial_texts == [environment.format_state(outcome.states[row], "full") for row in subset]
         assert not (outcome.success & ~outcome.done).any()
         assert (outcome.action_counts <= [len(names) for names in turns]).all()
         states = [state for state, done in zip(outcome.states, outcome.done, strict=True) if not done]
@@ -71,22 +70,16 @@ def test_a_subset_of_episodes_is_stepped_as_in_the_whole_batch(environment: Envi
 def test_a_turn_without_actions_changes_nothing(environment: Environment) -> None:
     states = environment.start(make_validation_levels(environment, 4))
     outcome = environment.step(states, [()] * 4, np.full((4, TURN_ACTIONS), 0.99))
-    assert not outcome.rewards.any()
-    assert not outcome.action_counts.any()
-    assert not outcome.done.any()
-    assert [environment.format_state(state, "full") for state in outcome.states] == [
-        environment.format_state(state, "full") for state in states
-    ]
+    assert not any(numbers.any() for numbers in (outcome.rewards, outcome.action_counts, outcome.done))
+    for state, old_state in zip(outcome.states, states, strict=True):
+        assert environment.format_state(state, "full") == environment.format_state(old_state, "full")
 
 
-def test_actions_have_one_spelling(environment: Environment) -> None:
+def test_actions_have_one_spelling_and_texts_are_plain_lines(environment: Environment) -> None:
     for word in WORDS[environment.name]:
         action = environment.read_action(word)
         assert action == word == environment.read_action(word.lower())
     assert environment.read_action("no action at all") is None
-
-
-def test_texts_are_plain_lines(environment: Environment) -> None:
     (state,) = environment.start(make_validation_levels(environment, 1))
     for style in ("full", "compact"):
         text = environment.format_state(state, style)
@@ -117,11 +110,8 @@ def test_chance_is_at_most_the_best(environment: Environment) -> None:
         assert ((chance >= 0) & (chance <= best + 1e-12)).all()
 
 
-def test_the_recorded_range_of_the_default_levels_is_the_computed_one() -> None:
+def test_the_range_of_success_is_recorded_and_what_takes_long_to_compute_left_out() -> None:
     assert describe_success_range(EnvConfig()) == describe_success_range(EnvConfig(env_groups=7))
-
-
-def test_what_takes_long_to_compute_is_left_out_of_a_plan() -> None:
     assert "of the first 512 validation levels" in describe_success_range(EnvConfig(val_env_groups=100_000))
     assert "not known" in describe_success_range(EnvConfig(max_turn=10_000, max_actions_per_traj=10_000))
     long_turns = EnvConfig(name="frozenlake", max_actions_per_turn=6)

@@ -3,7 +3,6 @@
 import functools
 import itertools
 
-import gymnasium
 import numpy as np
 import pytest
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
@@ -75,11 +74,7 @@ def test_a_step_has_the_outcomes_and_probabilities_of_gymnasium(success_rate: fl
             assert actual == pytest.approx(expected, abs=2 / len(grid))
 
 
-def test_the_version_of_gymnasium_has_a_success_rate() -> None:
-    assert tuple(map(int, gymnasium.__version__.split(".")[:2])) >= (1, 2)
-
-
-def test_a_turn_ends_in_a_hole_or_at_the_goal() -> None:
+def test_a_turn_ends_in_a_hole_or_at_the_goal_and_slips_go_to_both_sides() -> None:
     game = FrozenLake(size=2, success_rate=1.0)
     (state,) = game.start([CORNERS])
     luck = np.full((4, 3), 0.5)
@@ -90,9 +85,6 @@ def test_a_turn_ends_in_a_hole_or_at_the_goal() -> None:
     assert outcome.action_counts.tolist() == [2, 1, 2, 0]
     assert outcome.done.tolist() == [True, True, False, False]
     assert outcome.success.tolist() == [True, False, False, False]
-
-
-def test_slips_go_to_both_sides() -> None:
     game = FrozenLake(size=2, success_rate=0.5)
     (state,) = game.start([CORNERS])
     outcome = game.step([state] * 3, [("Right",)] * 3, np.array([[0.1], [0.5], [0.9]]))

@@ -76,11 +76,8 @@ def test_consistent_guesses_are_those_that_are_still_possible(code: str, guesses
         return
     possible_counts = 0
     for number in range(1, len(guesses)):
-        possible = {
-            candidate
-            for candidate in CODES
-            if all(compare_by_hand(candidate, guess) == compare_by_hand(code, guess) for guess in guesses[:number])
-        }
+        answers = {guess: compare_by_hand(code, guess) for guess in guesses[:number]}
+        possible = [other for other in CODES if {guess: compare_by_hand(other, guess) for guess in answers} == answers]
         assert code in possible
         possible_counts += guesses[number] in possible
     assert share == pytest.approx(possible_counts / (len(guesses) - 1))
