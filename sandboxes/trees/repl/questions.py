@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from trainable.files.data_rows import DataFileError, read_data_rows
+from trainable.envs.data_rows import DataFileError, read_data_rows
 from trainable.files.json_values import parse_json
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainable.config.setting_types import PromptStyle
+from trainable.envs.data_rows import DataFileError, read_data_rows
 from trainable.envs.environment import FIRST_TEST_SEED, Measure, TurnLimits, TurnOutcome
-from trainable.files.data_rows import DataFileError, read_data_rows
 
 FIRST_TRAINING_SEED = 10_000
 """Smaller seeds are those of validation rows."""
@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Question:
+class DataLevel:
     """A level: a row of the data set. It is also the state of an episode."""
 
     seed: int
@@ -147,28 +147,28 @@ class DataSet:
                     raise DataFileError(f"{self.file}: the answer {row.answer[:80]!r} has no number.")
         return rows
 
-    def make_levels(self, seeds: Sequence[int]) -> list[Question]:
+    def make_levels(self, seeds: Sequence[int]) -> list[DataLevel]:
         """Return the row of each seed: of validation below 10,000, else of training, in another order each epoch."""
         return [self._make_level(int(seed)) for seed in seeds]
 
-    def _make_level(self, seed: int) -> Question:
+    def _make_level(self, seed: int) -> DataLevel:
         sets = self.rows.sets
         if seed < FIRST_TRAINING_SEED:
             return _make_question(seed, sets["validation"][seed % len(sets["validation"])])
         epoch, place = divmod(seed - FIRST_TRAINING_SEED, len(sets["training"]))
         return _make_question(seed, sets["training"][_shuffle(epoch, len(sets["training"]))[place]])
 
-    def make_test_levels(self, count: int) -> list[Question]:
+    def make_test_levels(self, count: int) -> list[DataLevel]:
         """Return up to `count` test rows."""
         rows = self.rows.sets["test"][:count]
         return [_make_question(FIRST_TEST_SEED + number, row) for number, row in enumerate(rows)]
 
-    def start(self, levels: Sequence[Question]) -> list[Question]:
+    def start(self, levels: Sequence[DataLevel]) -> list[DataLevel]:
         """Return the questions."""
         return list(levels)
 
     def step(
-        self, states: Sequence[Question], actions: Sequence[Sequence[str]], luck: npt.NDArray[np.float64]
+        self, states: Sequence[DataLevel], actions: Sequence[Sequence[str]], luck: npt.NDArray[np.float64]
     ) -> TurnOutcome:
         """Score the answer of each episode, which ends it."""
         counts = np.array([min(len(texts), 1) for texts in actions], dtype=np.int64)
@@ -201,21 +201,21 @@ class DataSet:
         """Return the system message."""
         return self.instructions
 
-    def format_state(self, state: Question, style: PromptStyle) -> str:
+    def format_state(self, state: DataLevel, style: PromptStyle) -> str:
         """Return the prompt."""
         return state.prompt
 
-    def compute_chance(self, levels: Sequence[Question], limits: TurnLimits) -> None:
+    def compute_chance(self, levels: Sequence[DataLevel], limits: TurnLimits) -> None:
         """Return None: there is no uniform distribution over texts."""
         return
 
-    def compute_best(self, levels: Sequence[Question], limits: TurnLimits) -> npt.NDArray[np.float64]:
+    def compute_best(self, levels: Sequence[DataLevel], limits: TurnLimits) -> npt.NDArray[np.float64]:
         """Return 1 for each row, since each has a right answer."""
         return np.ones(len(levels))
 
 
-def _make_question(seed: int, row: Row) -> Question:
-    return Question(seed, row.prompt, row.answer, row.key)
+def _make_question(seed: int, row: Row) -> DataLevel:
+    return DataLevel(seed, row.prompt, row.answer, row.key)
 
 
 @lru_cache(maxsize=8)

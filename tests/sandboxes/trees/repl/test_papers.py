@@ -12,8 +12,8 @@ from sandboxes.trees.repl.papers import FilePapers, GeneratedPapers, make_papers
 from sandboxes.trees.repl.questions import Question
 from tests.strategies.algo import examples
 from trainable.config.games import PapersConfig
+from trainable.envs.data_rows import DataFileError
 from trainable.envs.level_sets import collect_level_keys, make_training_levels, make_validation_levels
-from trainable.files.data_rows import DataFileError
 
 
 @examples

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from sandboxes.trees.repl.questions import Question, read_questions
-from trainable.files.data_rows import DataFileError
+from trainable.envs.data_rows import DataFileError
 
 PAPERS = [
     {"paperId": "p1", "text": "One two.", "title": "A title", "abstract": "Short."},

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from tests.fakes.data_files import write_sums
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.sections import EnvConfig
+from trainable.envs.data_rows import DataFileError
 from trainable.envs.games.dataset import DataSet, compute_digest, read_number, read_rows
 from trainable.envs.games.make import make_environment
 from trainable.envs.level_sets import collect_level_keys, make_run_levels
 from trainable.envs.prompts import Observation, make_prompt_template
-from trainable.files.data_rows import DataFileError
 
 
 @pytest.fixture
