@@ -19,27 +19,24 @@ from tune_study.plan.study_plan import ResourcePlan, StudyPlan
 
 ASSUMED_GIB, _ASSUMED_GPUS = 80.0, 8
 """Memory, as of an H100, and number of GPUs that the plan assumes for an unknown machine."""
-_PLACEMENTS: tuple[Mapping[str, object], ...] = (
-    {"trainer.swap_to_host": False},
-    {"trainer.swap_to_host": True},
-    {"trainer.swap_to_host": False, "trainer.zero_stage": 3},
-    {"trainer.swap_to_host": True, "trainer.zero_stage": 3},
+_PLACEMENTS: tuple[Mapping[str, object], ...] = tuple(
+    {"trainer.swap_to_host": swaps, **stage} for stage in ({}, {"trainer.zero_stage": 3}) for swaps in (False, True)
 )
 """Ways to place the memory of a run, which change no result, fastest first."""
-_CHANGES: tuple[Mapping[str, object], ...] = (
-    {"model.enable_gradient_checkpointing": True},
-    {"actor.entropy_from_logits_with_chunking": True},
-    {"rollout.name": "vllm"},
-    {"rollout.free_cache_engine": True},
-    {"rollout.gpu_memory_utilization": None},
-    {"rollout.kv_cache_gib": None},
-    {"trainer.swap_to_host": None},
-    {"rollout.enforce_eager": True},
-    *({"trainer.n_gpus_per_node": count} for count in (1, 2, 4, 8)),
-    {"model.lora_rank": 64},
-    {"critic.shared_trunk": True},
-    {"algorithm.adv_estimator": "grpo"},
-    {"trainer.strategy": "deepspeed", "trainer.offload_optimizer": True},
+_CHANGES = (
+    "model.enable_gradient_checkpointing=True",
+    "actor.entropy_from_logits_with_chunking=True",
+    "rollout.name=vllm",
+    "rollout.free_cache_engine=True",
+    "rollout.gpu_memory_utilization=null",
+    "rollout.kv_cache_gib=null",
+    "trainer.swap_to_host=null",
+    "rollout.enforce_eager=True",
+    *(f"trainer.n_gpus_per_node={count}" for count in (1, 2, 4, 8)),
+    "model.lora_rank=64",
+    "critic.shared_trunk=True",
+    "algorithm.adv_estimator=grpo",
+    "trainer.strategy=deepspeed trainer.offload_optimizer=True",
 )
 """Possible remedies, in order of preference: first what changes no result, then what changes how networks are trained,
 and last optimizer steps on the CPU, which take minutes per training step."""
@@ -99,12 +96,6 @@ class MemoryPlan(NamedTuple):
         return self.peak > memory.TIGHT_FRACTION * self.budget
 
     @property
-    def runs_per_node(self) -> int:
-        """Concurrent runs on the machine, or on a node of a cluster, which alone has runs_per_node."""
-        max_concurrent = self.resource_plan.max_concurrent
-        return min(self.resource_plan.runs_per_node or max_concurrent, max_concurrent)
-
-    @property
     def placement_settings(self) -> Mapping[str, object]:
         """Settings that the plan has chosen so that the trials fit; they change no result. None for unknown GPUs."""
         trainer, rollout = self.config.trainer, self.config.rollout
@@ -120,19 +111,17 @@ def find_gpu_capacity(requested_gib: float | None, gpus: Sequence[Gpu]) -> GpuCa
 
     Raises PlanError if requested_gib is not in (0, 4096].
     """
-    # No GPU has more than 4096 GiB, so a larger number was probably meant in MiB.
-    if requested_gib is not None and not 0 < requested_gib <= 4096:
-        reason = "is not the memory of a GPU: type it in GiB, like --gpu-memory-gib 80"
-        raise PlanError(f"--gpu-memory-gib {requested_gib:g} {reason}.")
     if requested_gib is not None:
+        if not 0 < requested_gib <= 4096:  # no GPU has more: a larger number was probably meant in MiB
+            reason = "is not the memory of a GPU: type it in GiB, like --gpu-memory-gib 80"
+            raise PlanError(f"--gpu-memory-gib {requested_gib:g} {reason}.")
         return GpuCapacity(int(requested_gib * GIB), "set by --gpu-memory-gib", is_known=True)
-    uuids = {gpu.uuid for gpu in gpus if gpu.uuid}
-    entries = machine_checks.query_gpu_memory() if uuids else ()
-    sizes = [entry.total_mib for entry in entries if entry.uuid in uuids and entry.total_mib is not None]
+    mib_by_uuid = {entry.uuid: entry.total_mib for entry in machine_checks.query_gpu_memory()} if gpus else {}
+    sizes = [mib for gpu in gpus if (mib := mib_by_uuid.get(gpu.uuid)) is not None]
     # All GPUs must be reported, since one that is not (such as a MIG device) may be the smallest.
     if sizes and len(sizes) == len(gpus):
         return GpuCapacity(min(sizes) * 2**20, "from nvidia-smi", is_known=True)
-    reason = "no GPU is visible" if not gpus else "nvidia-smi does not report it"
+    reason = "nvidia-smi does not report it" if gpus else "no GPU is visible"
     source = f"assumed, because {reason}; type --gpu-memory-gib N to plan for another"
     return GpuCapacity(int(ASSUMED_GIB * GIB), source, is_known=False)
 
@@ -193,7 +182,7 @@ def format_gib(size: float) -> str:
 
 def format_memory_plan(plan: MemoryPlan) -> list[str]:
     """Format the plan in sentences: the run's budget, vLLM's memory, host memory, and that the run fits if it does."""
-    config, n_gpus, n_runs = plan.config, plan.config.trainer.n_gpus_per_node, plan.runs_per_node
+    config, n_gpus = plan.config, plan.config.trainer.n_gpus_per_node
     lines = [
         f"Memory: GPU with {format_gib(plan.capacity.size)} GiB ({plan.capacity.source}); each run gets "
         f"{format_gib(plan.budget)} GiB of {n_gpus:g} GPU{'s' * (n_gpus > 1)}; the run that needs most is "
@@ -206,10 +195,11 @@ def format_memory_plan(plan: MemoryPlan) -> list[str]:
         lines.append("Placement: weights are sharded over the GPUs (trainer.zero_stage=3)")
     if config.trainer.swap_to_host:
         lines.append("Placement: what is trained is in host memory while nothing reads it (trainer.swap_to_host=True)")
-    all_bytes = plan.host_bytes * n_runs
-    lines.append(
-        f"CPU memory: {format_gib(plan.host_bytes)} GiB per run, {format_gib(all_bytes)} GiB for {n_runs} at once"
-    )
+    # On a cluster, other runs are on other nodes.
+    n_runs = plan.resource_plan.max_concurrent
+    n_runs = min(plan.resource_plan.runs_per_node or n_runs, n_runs)
+    all_gib = format_gib(plan.host_bytes * n_runs)
+    lines.append(f"CPU memory: {format_gib(plan.host_bytes)} GiB per run, {all_gib} GiB for {n_runs} at once")
     if plan.fits:
         tight_note = "; this is tight, because fragmentation in the allocator is not counted" if plan.is_tight else ""
         lines.append(f"Fits: {describe_peak(plan)}{tight_note}")
@@ -234,29 +224,29 @@ def find_remedies(plan: MemoryPlan, study: Study) -> list[str]:
     least its GPUs.
     """
     base = plan.run.config
-    chosen_fields = study.axis.swept_fields | ({"model.lora_rank"} if base.model.lora_rank else set())
+    fixed_settings = study.axis.swept_fields | ({"model.lora_rank"} if base.model.lora_rank else set())
     # On a cluster, where the resource plan has no GPU ids, their number is unknown, as it is if they are assumed.
     max_gpus = (plan.capacity.is_known and len(plan.resource_plan.gpus)) or _ASSUMED_GPUS
     remedies: dict[tuple[str, ...], str] = {}
-    for change in _CHANGES:
+    for text in _CHANGES:
+        change = dict(assignment.split("=") for assignment in text.split())
+        if fixed_settings & change.keys() or tuple(change) in remedies:
+            continue
         with suppress(ConfigError):
             config = apply_overrides(base, change)
             is_possible = base.trainer.n_gpus_per_node <= config.trainer.n_gpus_per_node <= max(max_gpus, 1)
-            if chosen_fields & change.keys() or tuple(change) in remedies or not is_possible:
-                continue
-            if place_runs([plan.run._replace(config=config)], plan.capacity, plan.resource_plan).fits:
-                options = [f"--set {name}={'null' if value is None else value}" for name, value in change.items()]
-                text = " ".join(options).replace("--set trainer.n_gpus_per_node=", "--gpus-per-exp ")
-                remedies[tuple(change)] = text
+            run = plan.run._replace(config=config)
+            if is_possible and place_runs([run], plan.capacity, plan.resource_plan).fits:
+                option = f"--set {text.replace(' ', ' --set ')}"
+                remedies[tuple(change)] = option.replace("--set trainer.n_gpus_per_node=", "--gpus-per-exp ")
     return list(remedies.values())[:4]  # the message is one paragraph
 
 
 def format_misfit(plan: MemoryPlan, study: Study) -> str:
     """Say that the run does not fit, by how much, and what to type."""
-    remedies = find_remedies(plan, study)
-    advice = f"Any of these makes it fit: {'; '.join(remedies)}"
-    if not remedies:
-        advice = "No single setting makes it fit: choose a smaller model with --model, or larger GPUs"
+    advice = "No single setting makes it fit: choose a smaller model with --model, or larger GPUs"
+    if remedies := find_remedies(plan, study):
+        advice = f"Any of these makes it fit: {'; '.join(remedies)}"
     return f"DOES NOT FIT: {describe_peak(plan)}. {advice}."
 
 
@@ -270,12 +260,12 @@ def check_fits(plan: MemoryPlan, study: Study) -> None:
 def check_memory(plan: MemoryPlan, study_plan: StudyPlan, gpus: Sequence[Gpu]) -> None:
     """Raise MisfitError if the runs do not fit their GPUs, the host memory, or the free memory of `gpus`."""
     check_fits(plan, study_plan.study)
-    available_bytes, n_runs = machine_checks.measure_available_memory(), plan.runs_per_node
+    n_runs, available_bytes = plan.resource_plan.max_concurrent, machine_checks.measure_available_memory()
+    needed_gib, available_gib = format_gib(plan.host_bytes * n_runs), format_gib(available_bytes)
     if plan.host_bytes * n_runs > available_bytes:
         raise MisfitError(
-            f"{n_runs} runs at once need {format_gib(plan.host_bytes * n_runs)} GiB of CPU memory, and "
-            f"{format_gib(available_bytes)} GiB are available: type --max-concurrent with a smaller number, or free "
-            "memory."
+            f"{n_runs} runs at once need {needed_gib} GiB of CPU memory, and {available_gib} GiB are available: type "
+            "--max-concurrent with a smaller number, or free memory."
         )
     # Orphans of an earlier start are terminated before the runs start, so their memory counts as free.
     ending_pids = {process.pid for process in find_orphans(study_plan.folder)}

@@ -15,7 +15,7 @@ from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.models.interface import ValueModel
 from trainable.models.qwen2 import Qwen2, Qwen2Trunk
 from trainable.models.qwen2_shape import Qwen2Shape
-from tune_study.placement.model_size import list_trained_sizes, read_model_shape
+from tune_study.placement.model_size import count_trained_parameters, read_model_shape
 
 # Parameters of the Qwen2.5 models on the hub, from their cards.
 PUBLISHED = {
@@ -42,8 +42,8 @@ def write_config(folder: Path, **changes: object) -> Path:
     return folder
 
 
-def list_parameter_counts(module: torch.nn.Module) -> list[int]:
-    return [parameter.numel() for parameter in module.parameters()]
+def count_parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 @st.composite
@@ -66,12 +66,17 @@ def test_counts_are_those_of_the_modules(qwen2_shape: Qwen2Shape) -> None:
     with TemporaryDirectory() as folder:
         shape = read_shape(str(write_config(Path(folder), **asdict(qwen2_shape))))
     policy, critic = Qwen2(qwen2_shape), ValueModel(Qwen2Trunk(qwen2_shape))
-    policy_sizes, critic_sizes = list_parameter_counts(policy), list_parameter_counts(critic)
+    counts = {"policy": count_parameters(policy), "critic": count_parameters(critic)}
     assert (shape.head_dim, shape.tie_word_embeddings) == (qwen2_shape.head_dim, qwen2_shape.tie_word_embeddings)
-    assert list_trained_sizes(shape, RunConfig()) == {"policy": policy_sizes, "critic": critic_sizes}
+    assert count_trained_parameters(shape, RunConfig()) == counts
     shared_trunk = apply_overrides(RunConfig(), {"critic.shared_trunk": True})
-    assert list_trained_sizes(shape, shared_trunk) == {"policy": policy_sizes + list_parameter_counts(critic.score)}
-    assert shape.parameters == sum(policy_sizes)
+    assert count_trained_parameters(shape, shared_trunk) == {
+        "policy": counts["policy"] + count_parameters(critic.score)
+    }
+    assert shape.parameters == counts["policy"]
+    layers = [layer for layer in policy.model.modules() if isinstance(layer, torch.nn.Linear)]
+    assert shape.linear_parameters == sum(map(count_parameters, layers))
+    assert shape.all_matrices == [(layer.in_features, layer.out_features) for layer in layers]
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
@@ -130,5 +135,4 @@ def test_another_config_has_no_shape(changes: dict[str, object] | str, tmp_path:
 
 
 def test_a_head_that_is_not_named_as_tied_is_one_of_its_own(tmp_path: Path) -> None:
-    shape = read_shape(str(write_config(tmp_path, tie_word_embeddings=None)))
-    assert list_trained_sizes(shape, RunConfig())["policy"][-1] == shape.vocab_size * shape.hidden_size
+    assert read_shape(str(write_config(tmp_path, tie_word_embeddings=None))).own_head > 0
