@@ -121,15 +121,6 @@ def draw_small_sizes(draw: st.DrawFn) -> dict[str, int]:
     }
 
 
-def make_positions(dtype: str) -> tuple[torch.Tensor, int]:
-    """Make positions of two rows of 37 tokens, and return how many tokens are read for them.
-
-    In float32, attention over rows of different lengths is computed by length. In bfloat16 a GPU computes it in one
-    call, as for equal lengths.
-    """
-    return (torch.tensor([30, 73]), 68) if dtype == "float32" else (torch.arange(74), 74)
-
-
 def count_saved_bytes(model: Any, positions: torch.Tensor) -> int:
     """Count the bytes that autograd saves in a pass over two rows of 37 tokens, without weights that are cast."""
     weight_shapes = {size for weight in model.parameters() for size in (weight.shape, weight.shape[::-1])}
@@ -143,7 +134,9 @@ def count_saved_bytes(model: Any, positions: torch.Tensor) -> int:
 @draw_examples(15)
 @given(draw_small_sizes(), st.sampled_from([0, 1, 3, 8]))
 def test_a_block_keeps_what_autograd_saves(dtype: str, sizes: dict[str, int], rank: int) -> None:
-    positions, n_tokens_read = make_positions(dtype)
+    # Two rows of 37 tokens. In float32, attention over rows of different lengths is computed by length, so that fewer
+    # tokens are read. In bfloat16 a GPU computes it in one call, as for equal lengths.
+    positions, n_tokens_read = (torch.tensor([30, 73]), 68) if dtype == "float32" else (torch.arange(74), 74)
     config = make_paper_config(model__dtype=dtype, model__lora_rank=rank)
     saved_bytes = []
     for layers in (2, 3):
