@@ -20,7 +20,6 @@ from trainable.config.seeds import make_rng
 from trainable.models.interface import PassSettings
 from trainable.models.load import freeze, make_frozen_copy
 from trainable.models.lora import make_adapted_policy
-from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.kv_cache_size import TURN_TOKENS, compute_max_tokens, compute_step_kv_bytes
 from trainable.rollout.vllm_sampler import EngineSettings
 from tune_study.placement import memory
@@ -53,11 +52,6 @@ def count_storage_bytes(tensors: list[torch.Tensor]) -> int:
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
-def list_moments(trainer: PPOTrainer, name: str) -> list[torch.Tensor]:
-    optimizer = trainer.backends[name].optimizer
-    return [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", thin_out(DTYPES, 2))
 @pytest.mark.parametrize("rank", [0, 5])
@@ -78,7 +72,9 @@ def test_what_a_trainer_holds_for_good_is_what_is_planned(name: str, rank: int, 
         if trained_weights:
             optimizer = "actor" if network == "policy" else network
             assert planned_bytes[f"{network} {label}"] == count_storage_bytes(trained_weights)
-            assert planned_bytes[f"{network} AdamW moments"] == count_storage_bytes(list_moments(trainer, optimizer))
+            states = trainer.backends[optimizer].optimizer.state.values()
+            moments = [state[key] for state in states for key in ("exp_avg", "exp_avg_sq")]
+            assert planned_bytes[f"{network} AdamW moments"] == count_storage_bytes(moments)
     gradients = [torch.zeros_like(weight) for weight in trainer.model.parameters() if weight.requires_grad]
     gradients += [torch.zeros_like(weight) for weight in (trainer.value_head or torch.nn.Module()).parameters()]
     assert planned_bytes["policy gradients"] == count_storage_bytes(gradients)
