@@ -50,30 +50,29 @@ class GpuCapacity(NamedTuple):
     is_known: bool
 
 
-class PlannedRun(NamedTuple):
-    """A run before its memory is placed, with the shapes of its model and of the reference of its KL terms."""
+class MemoryPlan(NamedTuple):
+    """The memory of a run: of a study, of the run that needs most of it."""
 
     run_id: str
-    config: RunConfig
+    base: RunConfig
+    """The settings of the run, without those by which the plan places its memory."""
     shape: ModelShape
     reference_shape: ModelShape
-
-
-class MemoryPlan(NamedTuple):
-    """The memory of the run of a study that needs most of it."""
-
-    run: PlannedRun
-    config: RunConfig
-    """The settings of the run, including those by which the plan places its memory."""
+    """Shape of the reference of the KL terms, which may be another model."""
     capacity: GpuCapacity
     resource_plan: ResourcePlan
-    budget: int
-    """Bytes of a GPU, or of the fraction of one that a run gets."""
-    allocations: Sequence[Allocation]
-    host_bytes: int
+    config: RunConfig
+    """The settings of the run, including those by which the plan places its memory."""
+    allocations: Sequence[Allocation] = ()
+    host_bytes: int = 0
     """Host memory of all ranks of a run."""
-    cache_bytes: int
+    cache_bytes: int = 0
     """KV cache of vLLM, for all runs the smallest of the study's runs; 0 for other samplers."""
+
+    @property
+    def budget(self) -> int:
+        """Bytes of a GPU, or of the fraction of one that a run gets."""
+        return int(min(self.base.trainer.n_gpus_per_node, 1.0) * self.capacity.size)
 
     @property
     def peak(self) -> int:
@@ -83,7 +82,7 @@ class MemoryPlan(NamedTuple):
     @property
     def max_conversations(self) -> int:
         """Number of concurrent conversations of full length that fit in vLLM's KV cache."""
-        return self.cache_bytes // compute_conversation_kv_bytes(self.run.shape, self.config)
+        return self.cache_bytes // compute_conversation_kv_bytes(self.shape, self.config)
 
     @property
     def fits(self) -> bool:
@@ -130,18 +129,18 @@ def plan_memory(
     plan: StudyPlan, resource_plan: ResourcePlan, capacity: GpuCapacity, environ: Mapping[str, str]
 ) -> MemoryPlan | None:
     """Plan the memory of the run of a study on GPUs that needs most; None if no model's shape is known."""
-    runs: list[PlannedRun] = []
+    runs: list[MemoryPlan] = []
     # The memory of a run does not depend on its seed, so one run per arm is enough.
     for spec in {spec.arm: spec for spec in plan.runs}.values():
         config = spec.ppo_config
         if shape := read_model_shape(config.model.path, environ):
             # A separate reference that is not downloaded is planned with the policy's size.
             reference_shape = read_model_shape(config.model_paths[-1], environ) or shape
-            runs.append(PlannedRun(spec.run_id, config, shape, reference_shape))
-    return place_runs(runs, capacity, resource_plan) if runs else None
+            runs.append(MemoryPlan(spec.run_id, config, shape, reference_shape, capacity, resource_plan, config))
+    return place_runs(runs) if runs else None
 
 
-def place_runs(runs: Sequence[PlannedRun], capacity: GpuCapacity, resource_plan: ResourcePlan) -> MemoryPlan:
+def place_runs(runs: Sequence[MemoryPlan]) -> MemoryPlan:
     """Plan the memory of the run that needs most, with all runs (at least one) placed in the same way.
 
     Of _PLACEMENTS, this takes the first in which all fit without being tight, else the one that needs least.
@@ -149,7 +148,7 @@ def place_runs(runs: Sequence[PlannedRun], capacity: GpuCapacity, resource_plan:
     candidates: list[MemoryPlan] = []
     for placement in _PLACEMENTS:
         with suppress(ConfigError):
-            plans = [_place_run(run, placement, capacity, resource_plan) for run in runs]
+            plans = [_place_run(run, placement) for run in runs]
             # A run with a lower peak may not fit, because vLLM's cache is too small. Runs of equal peaks may differ in
             # their host memory, which is on the GPU if a remedy does not swap.
             largest_plan = max(plans, key=lambda plan: (not plan.fits, plan.peak, plan.host_bytes))
@@ -159,20 +158,17 @@ def place_runs(runs: Sequence[PlannedRun], capacity: GpuCapacity, resource_plan:
     return next((plan for plan in candidates if plan.fits and not plan.is_tight), least_plan)
 
 
-def _place_run(
-    run: PlannedRun, placement: Mapping[str, object], capacity: GpuCapacity, resource_plan: ResourcePlan
-) -> MemoryPlan:
+def _place_run(run: MemoryPlan, placement: Mapping[str, object]) -> MemoryPlan:
     """Plan the memory of a run with one of _PLACEMENTS. Raises ConfigError if that is impossible or not the user's."""
-    trainer = run.config.trainer
+    trainer = run.base.trainer
     is_other = trainer.swap_to_host not in (None, placement["trainer.swap_to_host"])
     if is_other or ("trainer.zero_stage" in placement and not trainer.uses_deepspeed):
         raise ConfigError("another placement was chosen")
-    config = apply_overrides(run.config, placement)
-    budget = int(min(trainer.n_gpus_per_node, 1.0) * capacity.size)
-    allocations = memory.list_allocations(run.shape, config, budget, run.reference_shape)
+    config = apply_overrides(run.base, placement)
+    allocations = memory.list_allocations(run.shape, config, run.budget, run.reference_shape)
     host_bytes = memory.compute_host_bytes(allocations, run.shape, config)
     cache_bytes = sum(item.rollout for item in allocations if item.name == memory.KV_CACHE_NAME)
-    return MemoryPlan(run, config, capacity, resource_plan, budget, allocations, host_bytes, cache_bytes)
+    return run._replace(config=config, allocations=allocations, host_bytes=host_bytes, cache_bytes=cache_bytes)
 
 
 def format_gib(size: float) -> str:
@@ -185,8 +181,7 @@ def format_memory_plan(plan: MemoryPlan) -> list[str]:
     config, n_gpus = plan.config, plan.config.trainer.n_gpus_per_node
     lines = [
         f"Memory: GPU with {format_gib(plan.capacity.size)} GiB ({plan.capacity.source}); each run gets "
-        f"{format_gib(plan.budget)} GiB of {n_gpus:g} GPU{'s' * (n_gpus > 1)}; the run that needs most is "
-        f"{plan.run.run_id}"
+        f"{format_gib(plan.budget)} GiB of {n_gpus:g} GPU{'s' * (n_gpus > 1)}; the run that needs most is {plan.run_id}"
     ]
     if config.rollout.uses_vllm:
         conversations = f"{plan.max_conversations} conversations of {compute_max_tokens(config)} tokens at once"
@@ -209,7 +204,7 @@ def format_memory_plan(plan: MemoryPlan) -> list[str]:
 def describe_peak(plan: MemoryPlan) -> str:
     """Describe the phase that needs most with its largest items, or that vLLM has too little memory."""
     if plan.peak <= plan.budget and not plan.fits:
-        shortfall = compute_conversation_kv_bytes(plan.run.shape, plan.config) - plan.cache_bytes
+        shortfall = compute_conversation_kv_bytes(plan.shape, plan.config) - plan.cache_bytes
         return f"vLLM lacks {format_gib(shortfall)} GiB for one conversation"
     phase = memory.sum_by_phase(plan.allocations).index(plan.peak)
     largest_items = sorted(plan.allocations, key=lambda item: -item.gpu_bytes[phase])[:5]
@@ -223,7 +218,7 @@ def find_remedies(plan: MemoryPlan, study: Study) -> list[str]:
     study: the study of the run, whose axis no remedy sets. A rank of adapters stays as it was chosen, and a run gets at
     least its GPUs.
     """
-    base = plan.run.config
+    base = plan.base
     fixed_settings = study.axis.swept_fields | ({"model.lora_rank"} if base.model.lora_rank else set())
     # On a cluster, where the resource plan has no GPU ids, their number is unknown, as it is if they are assumed.
     max_gpus = (plan.capacity.is_known and len(plan.resource_plan.gpus)) or _ASSUMED_GPUS
@@ -235,8 +230,7 @@ def find_remedies(plan: MemoryPlan, study: Study) -> list[str]:
         with suppress(ConfigError):
             config = apply_overrides(base, change)
             is_possible = base.trainer.n_gpus_per_node <= config.trainer.n_gpus_per_node <= max(max_gpus, 1)
-            run = plan.run._replace(config=config)
-            if is_possible and place_runs([run], plan.capacity, plan.resource_plan).fits:
+            if is_possible and place_runs([plan._replace(base=config)]).fits:
                 option = f"--set {text.replace(' ', ' --set ')}"
                 remedies[tuple(change)] = option.replace("--set trainer.n_gpus_per_node=", "--gpus-per-exp ")
     return list(remedies.values())[:4]  # the message is one paragraph

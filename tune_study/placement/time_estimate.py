@@ -145,7 +145,7 @@ def format_time_line(
     # A run may get any of the GPUs, so the slowest arithmetic and the slowest memory count.
     rates = GpuRates(*map(min, zip(*filter(None, all_rates), strict=True)))
     # The run that needs most memory stands for all runs.
-    seconds = estimate_run_seconds(memory_plan.run.shape, config, rates) * math.ceil(num_runs / num_slots)
+    seconds = estimate_run_seconds(memory_plan.shape, config, rates) * math.ceil(num_runs / num_slots)
     return (
         f"Time: at most about {format_estimate(seconds)} for these {num_runs} runs, with conversations of full length"
     )

@@ -76,7 +76,7 @@ def test_the_paper_preset_fits_without_flags(
         "rollout.kv_cache_gib": gpu_plan.cache_bytes / GIB,
     }
     # They are settings of a run, and change neither its hash nor its results.
-    assert apply_overrides(gpu_plan.run.config, settings).compute_hash() == gpu_plan.run.config.compute_hash()
+    assert apply_overrides(gpu_plan.base, settings).compute_hash() == gpu_plan.base.compute_hash()
 
 
 def test_all_arms_of_the_sweeps_fit_one_h100() -> None:
@@ -133,10 +133,10 @@ def test_what_nothing_helps_is_said_and_what_the_arms_differ_in_is_not_advised()
 
 def test_the_run_that_takes_most_is_shown() -> None:
     gpu_plan = plan_gpu_memory({}, make_capacity(141))
-    assert gpu_plan.run.config.actor.use_kl_loss, "the arm without a reference takes less"
+    assert gpu_plan.base.actor.use_kl_loss, "the arm without a reference takes less"
     runs = make_study_plan({}).runs
     assert gpu_plan.peak == max(
-        max(sum_by_phase(memory.list_allocations(gpu_plan.run.shape, spec.config, gpu_plan.budget))) for spec in runs
+        max(sum_by_phase(memory.list_allocations(gpu_plan.shape, spec.config, gpu_plan.budget))) for spec in runs
     )
 
 

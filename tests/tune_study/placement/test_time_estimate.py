@@ -110,7 +110,7 @@ def test_the_time_on_gpus_of_known_rates(
     gpu_plan = plan_memory(plan, resource_plan, H100, NO_MODELS)
     assert gpu_plan is not None
     line = format_time_line(plan, resource_plan, gpu_plan, ["NVIDIA H100 80GB HBM3"] * 4 + further_gpus)
-    seconds = estimate_run_seconds(gpu_plan.run.shape, gpu_plan.config, H100_RATES) * math.ceil(len(plan.runs) / 4)
+    seconds = estimate_run_seconds(gpu_plan.shape, gpu_plan.config, H100_RATES) * math.ceil(len(plan.runs) / 4)
     expected = f"Time: at most about {format_estimate(seconds)} for these 6 runs, with conversations of full length"
     assert line == (expected if has_line else "")
     assert format_time_line(plan, resource_plan, gpu_plan, []) == ""
