@@ -145,13 +145,16 @@ def count_folder_bytes(folder: Path) -> int:
     return total
 
 
-def format_disk_line(budget: DiskBudget) -> str:
-    """Format the budget as a line of the plan: space needed, free space and the verdict."""
-    free_text = f"{decimal(budget.free_bytes)} free"
+def format_disk_line(budget: DiskBudget, storage: str | None) -> str:
+    """Format the budget as a line of the plan: the space needed, and the URI of a storage, or the free space."""
+    size, verdict = f"needs at most {decimal(budget.needed_bytes)}", " OK."
+    if budget.needed_bytes > budget.free_bytes:
+        verdict = " NOT ENOUGH."
     if models := " and ".join(budget.unknown_models):
-        return f"Disk: space unknown, because no config.json of a trainable model was found for {models}; {free_text}."
-    verdict = "OK" if budget.needed_bytes <= budget.free_bytes else "NOT ENOUGH"
-    return f"Disk: needs at most {decimal(budget.needed_bytes)}; {free_text}. {verdict}."
+        size, verdict = f"space unknown, because no config.json of a trainable model was found for {models}", ""
+    if storage is not None:
+        return f"Storage: {storage}, {size}."
+    return f"Disk: {size}; {decimal(budget.free_bytes)} free.{verdict}"
 
 
 def explain_shortage(budgets: Sequence[DiskBudget]) -> str:

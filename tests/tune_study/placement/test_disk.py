@@ -204,7 +204,7 @@ def test_a_model_that_is_not_here_has_an_unknown_size(tmp_path: Path) -> None:
     budget = estimate_disk_budget(plan, allocate_resources(plan), {"HF_HUB_CACHE": str(tmp_path)})
     assert (budget.needed_bytes, budget.scratch_bytes) == (0, 0)
     check_budgets([budget._replace(free_bytes=0)])
-    assert format_disk_line(budget._replace(free_bytes=52_100_000_000)) == (
+    assert format_disk_line(budget._replace(free_bytes=52_100_000_000), None) == (
         "Disk: space unknown, because no config.json of a trainable model was found for some/model; 52.1 GB free."
     )
 
@@ -224,11 +224,12 @@ def test_a_condition_that_loads_a_model_has_states_of_its_size(tmp_path: Path) -
 
 def test_exactly_enough_is_enough_and_too_little_says_what_to_type() -> None:
     example = DiskBudget(62_800_000, 7_200_000, 52_100_000_000, Path("/out"))
-    assert format_disk_line(example) == "Disk: needs at most 62.8 MB; 52.1 GB free. OK."
+    assert format_disk_line(example, None) == "Disk: needs at most 62.8 MB; 52.1 GB free. OK."
+    assert format_disk_line(example, "s3://b/x") == "Storage: s3://b/x, needs at most 62.8 MB."
     exact = example._replace(free_bytes=62_800_000)
-    assert format_disk_line(exact).endswith("62.8 MB free. OK.")
+    assert format_disk_line(exact, None).endswith("62.8 MB free. OK.")
     check_budgets([exact])
-    assert format_disk_line(exact._replace(free_bytes=62_799_999)).endswith("62.8 MB free. NOT ENOUGH.")
+    assert format_disk_line(exact._replace(free_bytes=62_799_999), None).endswith("62.8 MB free. NOT ENOUGH.")
     with pytest.raises(PlanError, match="1 byte too little"):
         check_budgets([exact._replace(free_bytes=62_799_999)])
     with pytest.raises(PlanError) as error_info:
