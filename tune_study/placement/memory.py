@@ -1,7 +1,7 @@
 """The memory of a run on each of its GPUs, item by item, before it starts. All sizes are in bytes.
 
 Exact for what a trainer keeps, which tests compare with its tensors. Upper bounds for what passes need, since every
-conversation is assumed to have maximum length.
+conversation is assumed to have maximum length. In comments, h is the hidden size and f the intermediate size.
 """
 
 from collections.abc import Iterable
@@ -111,8 +111,7 @@ def list_network_allocations(name: str, parameters: int, config: RunConfig) -> l
         gradients = gradients if stage == 1 else 0
     # Gradients exist from the backward pass to the step. Stage 3 keeps their shard and the bucket in all phases.
     idle_gradients = gradients + bucket if stage == 3 else 0
-    backward_gradients = gradients + bucket
-    step_gradients = (idle_gradients or gradients) + flattened
+    backward_gradients, step_gradients = gradients + bucket, (idle_gradients or gradients) + flattened
     idle_state = state
     if trainer.swap_to_host:
         idle_state, state_host = 0, state

@@ -130,11 +130,10 @@ def format_time_line(
     if not resource_plan.gpu_slots:
         # A trial uses one core, whether or not it trains its runs together.
         trials = [sum(estimate_cpu_run_seconds(spec, plan.study.family) for spec in specs) for specs in plan.trials]
-        seconds, basis = max(*trials, sum(trials) / num_slots), "estimated from measurements on one machine"
-        line = (
-            f"Time: about {format_estimate(seconds)} for these {num_runs} runs, {basis}; others take half as long or "
-        )
-        return line + "twice as long" if math.isfinite(seconds) else ""
+        seconds = max(*trials, sum(trials) / num_slots)
+        basis = "estimated from measurements on one machine; others take half as long or twice as long"
+        line = f"Time: about {format_estimate(seconds)} for these {num_runs} runs, {basis}"
+        return line if math.isfinite(seconds) else ""
     all_rates = [next((rates for part, rates in _GPU_RATES.items() if part in name), None) for name in gpu_names]
     if memory_plan is None or not all_rates or None in all_rates:
         return ""
@@ -146,9 +145,8 @@ def format_time_line(
     rates = GpuRates(*map(min, zip(*filter(None, all_rates), strict=True)))
     # The run that needs most memory stands for all runs.
     seconds = estimate_run_seconds(memory_plan.shape, config, rates) * math.ceil(num_runs / num_slots)
-    return (
-        f"Time: at most about {format_estimate(seconds)} for these {num_runs} runs, with conversations of full length"
-    )
+    study = f"these {num_runs} runs, with conversations of full length"
+    return f"Time: at most about {format_estimate(seconds)} for {study}"
 
 
 def format_estimate(seconds: float) -> str:
