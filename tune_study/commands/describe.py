@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from rich.console import Console
-from rich.filesize import decimal
 
 from search_spaces.catalog import FAMILIES
 from search_spaces.declaration.study import Study
@@ -71,14 +70,7 @@ class PreparedStudy(NamedTuple):
     @property
     def space_line(self) -> str:
         """The disk budget as a line; for a study with a storage, the space that it needs there."""
-        if self.plan.study_uri is None:
-            return format_disk_line(self.disk_budget)
-        size = (
-            "size unknown"
-            if self.disk_budget.unknown_models
-            else f"needs at most {decimal(self.disk_budget.needed_bytes)}"
-        )
-        return f"Storage: {self.plan.study_uri}, {size}."
+        return format_disk_line(self.disk_budget, self.plan.study_uri)
 
 
 def print_plan(console: Console, study: PreparedStudy) -> None:

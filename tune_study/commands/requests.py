@@ -31,7 +31,6 @@ from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import (
     OwnStudy,
     StudySource,
-    is_study_file,
     load_game_settings,
     load_named_files,
     load_own_study,
@@ -288,7 +287,7 @@ def find_studies(name: str, kl_type: str | None, accepts_change: bool) -> list[t
     kl_type: see `find_study`. accepts_change: see `StudySource`. Raises PlanError if there is no such study.
     """
     suite = SUITES.get(normalize_study_name(name))
-    is_file = is_study_file(name)
+    is_file = name.endswith(".py")
     if kl_type is not None and (is_file or suite is not None):
         raise PlanError(f"--kl-type does not belong to {format_value(name, 1000)}: leave it out.")
     if is_file:

@@ -34,7 +34,7 @@ from tune_study.host.interrupt import start_time_limit
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy, StudySource
 from tune_study.plan.search import DEFAULT_POINT, make_point_study, make_space
-from tune_study.plan.study_plan import StudyPlan, build_plan
+from tune_study.plan.study_plan import StudyPlan, plan_runs
 from tune_study.plan.typed_settings import find_arm
 from tune_study.tune.search.rounds import draw_first_points, plan_next_round
 
@@ -196,15 +196,9 @@ def plan_confirmation(
         )
     folder = _make_folder(plan, confirmed, compared)
     confirms, first = _choose_seeds(plan, folder, own_study, allowed)
-    confirmation = build_plan(
-        replace(plan.study, baseline=compared),
-        plan.preset,
-        plan.preset_reason,
-        plan.base_config,
-        (compared, confirmed),
-        tuple(range(first, first + n_seeds)),
-        folder,
-    )
+    study, seeds = replace(plan.study, baseline=compared), tuple(range(first, first + n_seeds))
+    preset, values = (plan.preset, plan.preset_reason), (compared, confirmed)
+    confirmation = plan_runs(StudyPlan(study, *preset, plan.base_config, values, seeds, folder))
     points = {value: settings for value, settings in plan.points.items() if value in confirmation.values}
     return merge_with_folder(replace(confirmation, source=plan.source, confirms=confirms, points=points), extend)
 

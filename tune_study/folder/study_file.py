@@ -27,7 +27,7 @@ from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy, check_recorded_files, check_same_source, explain_missing_file
 from tune_study.plan.search import find_search_differences, make_point_study
 from tune_study.plan.storage_uri import is_same_folder
-from tune_study.plan.study_plan import StudyPlan, build_plan, make_arm_config, rebuild_plan, set_max_seeds, set_points
+from tune_study.plan.study_plan import StudyPlan, make_arm_config, plan_runs, set_max_seeds, set_points
 from tune_study.plan.typed_settings import find_study, format_values
 
 NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
@@ -121,7 +121,8 @@ def plan_from_folder(
         if record.preset not in study.family.presets:
             raise PlanError(f"there is no preset {format_value(record.preset)}.")
         preset, values = (record.preset, record.preset_reason), record.axis.values
-        plan = build_plan(study, *preset, base, values, record.seeds, folder, record.extra_seeds)
+        plan = StudyPlan(study, *preset, base, values, record.seeds, folder, extra_seeds=record.extra_seeds)
+        plan = plan_runs(plan)
         if own_study is not None and record.baseline not in ("", plan.baseline):
             raise PlanError(
                 f"its baseline {format_value(record.baseline)} was declared before the runs, and "
@@ -235,9 +236,9 @@ def merge_with_folder(plan: StudyPlan, extend: bool, allowed: frozenset[str] = N
         # A grid is meant to be run group by group, so further groups do not count as a difference.
         same_values = existing.values if plan.study.axis.value_groups else requested_values
         _check_same_arms(existing, replace(plan, values=same_values, extra_seeds=requested_seeds))
-    extra_seeds = {value: {*existing.extra_seeds.get(value, ()), *requested_seeds.get(value, ())} for value in values}
+    extra_seeds = {value: (*existing.extra_seeds.get(value, ()), *requested_seeds.get(value, ())) for value in values}
     return replace(
-        rebuild_plan(plan, plan.study, values, seeds, extra_seeds),
+        plan_runs(replace(plan, values=values, seeds=seeds, extra_seeds=extra_seeds)),
         storage=plan.storage or existing.storage,
         max_seeds=plan.max_seeds or existing.max_seeds,
         confirms=existing.confirms,

@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,23 +16,20 @@ from rich.filesize import decimal
 from trainable.config.run_config import RunConfig
 from trainable.runs.episode_lines import MAX_ANSWER_CHARS
 from tune_study.folder.statuses import find_finished_runs
-from tune_study.placement import model_size
-from tune_study.placement.model_size import ModelShape
+from tune_study.placement.model_size import ModelShape, count_trained_parameters, read_model_shape
 from tune_study.plan.errors import MisfitError, PlanError
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan
 
-_HEADER_BYTES, _CHECKPOINT_JSON_BYTES = 100, 3_000
-"""Bytes per tensor in the header of a safetensors file, and of a checkpoint's JSON files."""
 _ROLLING_STATES = 3
 """Rolling checkpoints of a training run: the newest, the previous one, in case the newest is damaged, and the one being
 written."""
 
-# The following constants were measured on laptop studies and rounded up by at least 5 %.
-_STEP_BYTES, _RUN_BYTES, _STUDY_BYTES = 21_000, 250_000, 2_050_000
-"""Bytes per step or evaluation (rows, Tune's results, TensorBoard, logs, tables and report), and per run and per study
-in addition: Tune's experiment state, figures and settings; scripts, layout and pictures of the report, and tables."""
-_ANALYSIS_BYTES = 100_000
-"""Bytes per gradient analysis of 128 groups. Fewer groups need less."""
+# The following constants were measured with the laptop preset and rounded up by at least 5 %.
+_CHECKPOINT_BYTES, _NETWORK_BYTES = 3_000, 10_900
+"""Bytes of a checkpoint besides its weights and moments: JSON files, and headers and step counts of a network."""
+_STEP_BYTES, _ANALYSIS_BYTES, _RUN_BYTES, _STUDY_BYTES = 21_000, 100_000, 250_000, 2_050_000
+"""Bytes per step or evaluation (rows, Tune's results, TensorBoard, logs, tables and report), per gradient analysis of
+128 groups, and in addition per run and per study (Tune's experiment state, figures, settings, scripts and pictures)."""
 _EPISODE_BYTES, _TURN_BYTES, _TOKEN_BYTES = 1_000, 700, 5
 """Bytes in episodes.jsonl per episode, per turn, and per token of a reply."""
 
@@ -50,14 +48,12 @@ class DiskBudget(NamedTuple):
 
 
 def compute_checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """Compute the size of a run's checkpoint after its first update: `PPOTrainer.get_state` in float32.
+    """Compute the size of a run's checkpoint after its first update: weights and AdamW's two moments in float32.
 
-    For every trained tensor, a file has its weight, AdamW's two moments, and AdamW's step count (a scalar). Frozen
-    networks (reference, base) are loaded from the original model and not saved.
+    Frozen networks (reference, base) are loaded from the original model and not saved.
     """
-    tensor_sizes = [size for sizes in model_size.list_trained_sizes(shape, config).values() for size in sizes]
-    elements = 3 * sum(tensor_sizes) + len(tensor_sizes)  # float32
-    return 4 * elements + 4 * len(tensor_sizes) * _HEADER_BYTES + _CHECKPOINT_JSON_BYTES
+    networks = count_trained_parameters(shape, config)
+    return 12 * sum(networks.values()) + len(networks) * _NETWORK_BYTES + _CHECKPOINT_BYTES
 
 
 def count_occurrences(steps: int, every: int) -> int:
@@ -74,9 +70,6 @@ def count_validations(config: RunConfig) -> int:
 def estimate_row_bytes(config: RunConfig) -> int:
     """Estimate a run's bytes without checkpoints: lines, logs, Tune's files, and its share of tables and report."""
     env, trainer, validations = config.env, config.trainer, count_validations(config)
-    rows = trainer.total_training_steps + validations
-    # Step 1 and every N-th step after it are analyzed.
-    analyses = count_occurrences(trainer.total_training_steps, trainer.gradient_analysis_every)
     # Episodes that are recorded per validation: of it, and of the step before it.
     episodes = min(trainer.log_val_generations, env.val_env_groups)
     episodes += min(trainer.log_train_generations, env.env_groups * env.group_size)
@@ -84,8 +77,10 @@ def estimate_row_bytes(config: RunConfig) -> int:
     turn_bytes = _TURN_BYTES + observation_bytes + config.rollout.response_length * _TOKEN_BYTES
     conversation_bytes = answer_bytes + env.max_turn * turn_bytes
     episode_bytes = _EPISODE_BYTES + answer_bytes + env.max_conversations_per_rollout * conversation_bytes
-    analysis_bytes = analyses * _ANALYSIS_BYTES if trainer.gradient_analysis_mode else 0
-    return _RUN_BYTES + rows * _STEP_BYTES + analysis_bytes + validations * episodes * episode_bytes
+    size = _RUN_BYTES + (trainer.total_training_steps + validations) * _STEP_BYTES
+    if trainer.gradient_analysis_mode:  # of step 1 and of every N-th step after it
+        size += count_occurrences(trainer.total_training_steps, trainer.gradient_analysis_every) * _ANALYSIS_BYTES
+    return size + validations * episodes * episode_bytes
 
 
 def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: Mapping[str, str]) -> DiskBudget:
@@ -100,7 +95,7 @@ def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: 
         # A run of update rules may have no model path (None), since it makes its model itself.
         path, trainer = family.get_model_path(spec.config), spec.config.trainer
         if path is not None and path not in shapes:
-            shapes[path] = model_size.read_model_shape(path, environ)
+            shapes[path] = read_model_shape(path, environ)
         shape = shapes.get(path or "")
         if family.estimate_bytes is not None:
             checkpoint_bytes, bytes_per_row = family.estimate_bytes(spec.config, shape.parameters if shape else 0)
@@ -145,20 +140,21 @@ def count_folder_bytes(folder: Path) -> int:
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
-            try:
+            with suppress(OSError):  # removed since it was listed, by a running study
                 total += os.lstat(os.path.join(parent, name)).st_size
-            except OSError:  # removed since it was listed, by a running study
-                continue
     return total
 
 
-def format_disk_line(budget: DiskBudget) -> str:
-    """Format the budget as a line of the plan: space needed, free space and the verdict."""
-    free_text = f"{decimal(budget.free_bytes)} free"
+def format_disk_line(budget: DiskBudget, storage: str | None) -> str:
+    """Format the budget as a line of the plan: the space needed, and the URI of a storage, or the free space."""
+    size, verdict = f"needs at most {decimal(budget.needed_bytes)}", " OK."
+    if budget.needed_bytes > budget.free_bytes:
+        verdict = " NOT ENOUGH."
     if models := " and ".join(budget.unknown_models):
-        return f"Disk: space unknown, because no config.json of a trainable model was found for {models}; {free_text}."
-    verdict = "OK" if budget.needed_bytes <= budget.free_bytes else "NOT ENOUGH"
-    return f"Disk: needs at most {decimal(budget.needed_bytes)}; {free_text}. {verdict}."
+        size, verdict = f"space unknown, because no config.json of a trainable model was found for {models}", ""
+    if storage is not None:
+        return f"Storage: {storage}, {size}."
+    return f"Disk: {size}; {decimal(budget.free_bytes)} free.{verdict}"
 
 
 def explain_shortage(budgets: Sequence[DiskBudget]) -> str:

@@ -19,27 +19,24 @@ from tune_study.plan.study_plan import ResourcePlan, StudyPlan
 
 ASSUMED_GIB, _ASSUMED_GPUS = 80.0, 8
 """Memory, as of an H100, and number of GPUs that the plan assumes for an unknown machine."""
-_PLACEMENTS: tuple[Mapping[str, object], ...] = (
-    {"trainer.swap_to_host": False},
-    {"trainer.swap_to_host": True},
-    {"trainer.swap_to_host": False, "trainer.zero_stage": 3},
-    {"trainer.swap_to_host": True, "trainer.zero_stage": 3},
+_PLACEMENTS: tuple[Mapping[str, object], ...] = tuple(
+    {"trainer.swap_to_host": swaps, **stage} for stage in ({}, {"trainer.zero_stage": 3}) for swaps in (False, True)
 )
 """Ways to place the memory of a run, which change no result, fastest first."""
-_CHANGES: tuple[Mapping[str, object], ...] = (
-    {"model.enable_gradient_checkpointing": True},
-    {"actor.entropy_from_logits_with_chunking": True},
-    {"rollout.name": "vllm"},
-    {"rollout.free_cache_engine": True},
-    {"rollout.gpu_memory_utilization": None},
-    {"rollout.kv_cache_gib": None},
-    {"trainer.swap_to_host": None},
-    {"rollout.enforce_eager": True},
-    *({"trainer.n_gpus_per_node": count} for count in (1, 2, 4, 8)),
-    {"model.lora_rank": 64},
-    {"critic.shared_trunk": True},
-    {"algorithm.adv_estimator": "grpo"},
-    {"trainer.strategy": "deepspeed", "trainer.offload_optimizer": True},
+_CHANGES = (
+    "model.enable_gradient_checkpointing=True",
+    "actor.entropy_from_logits_with_chunking=True",
+    "rollout.name=vllm",
+    "rollout.free_cache_engine=True",
+    "rollout.gpu_memory_utilization=null",
+    "rollout.kv_cache_gib=null",
+    "trainer.swap_to_host=null",
+    "rollout.enforce_eager=True",
+    *(f"trainer.n_gpus_per_node={count}" for count in (1, 2, 4, 8)),
+    "model.lora_rank=64",
+    "critic.shared_trunk=True",
+    "algorithm.adv_estimator=grpo",
+    "trainer.strategy=deepspeed trainer.offload_optimizer=True",
 )
 """Possible remedies, in order of preference: first what changes no result, then what changes how networks are trained,
 and last optimizer steps on the CPU, which take minutes per training step."""
@@ -53,30 +50,29 @@ class GpuCapacity(NamedTuple):
     is_known: bool
 
 
-class PlannedRun(NamedTuple):
-    """A run before its memory is placed, with the shapes of its model and of the reference of its KL terms."""
+class MemoryPlan(NamedTuple):
+    """The memory of a run: of a study, of the run that needs most of it."""
 
     run_id: str
-    config: RunConfig
+    base: RunConfig
+    """The settings of the run, without those by which the plan places its memory."""
     shape: ModelShape
     reference_shape: ModelShape
-
-
-class MemoryPlan(NamedTuple):
-    """The memory of the run of a study that needs most of it."""
-
-    run: PlannedRun
-    config: RunConfig
-    """The settings of the run, including those by which the plan places its memory."""
+    """Shape of the reference of the KL terms, which may be another model."""
     capacity: GpuCapacity
     resource_plan: ResourcePlan
-    budget: int
-    """Bytes of a GPU, or of the fraction of one that a run gets."""
-    allocations: Sequence[Allocation]
-    host_bytes: int
+    config: RunConfig
+    """The settings of the run, including those by which the plan places its memory."""
+    allocations: Sequence[Allocation] = ()
+    host_bytes: int = 0
     """Host memory of all ranks of a run."""
-    cache_bytes: int
+    cache_bytes: int = 0
     """KV cache of vLLM, for all runs the smallest of the study's runs; 0 for other samplers."""
+
+    @property
+    def budget(self) -> int:
+        """Bytes of a GPU, or of the fraction of one that a run gets."""
+        return int(min(self.base.trainer.n_gpus_per_node, 1.0) * self.capacity.size)
 
     @property
     def peak(self) -> int:
@@ -86,7 +82,7 @@ class MemoryPlan(NamedTuple):
     @property
     def max_conversations(self) -> int:
         """Number of concurrent conversations of full length that fit in vLLM's KV cache."""
-        return self.cache_bytes // compute_conversation_kv_bytes(self.run.shape, self.config)
+        return self.cache_bytes // compute_conversation_kv_bytes(self.shape, self.config)
 
     @property
     def fits(self) -> bool:
@@ -97,12 +93,6 @@ class MemoryPlan(NamedTuple):
     def is_tight(self) -> bool:
         """Whether the run needs so much of its budget that fragmentation, which is not counted, may break it."""
         return self.peak > memory.TIGHT_FRACTION * self.budget
-
-    @property
-    def runs_per_node(self) -> int:
-        """Concurrent runs on the machine, or on a node of a cluster, which alone has runs_per_node."""
-        max_concurrent = self.resource_plan.max_concurrent
-        return min(self.resource_plan.runs_per_node or max_concurrent, max_concurrent)
 
     @property
     def placement_settings(self) -> Mapping[str, object]:
@@ -120,19 +110,17 @@ def find_gpu_capacity(requested_gib: float | None, gpus: Sequence[Gpu]) -> GpuCa
 
     Raises PlanError if requested_gib is not in (0, 4096].
     """
-    # No GPU has more than 4096 GiB, so a larger number was probably meant in MiB.
-    if requested_gib is not None and not 0 < requested_gib <= 4096:
-        reason = "is not the memory of a GPU: type it in GiB, like --gpu-memory-gib 80"
-        raise PlanError(f"--gpu-memory-gib {requested_gib:g} {reason}.")
     if requested_gib is not None:
+        if not 0 < requested_gib <= 4096:  # no GPU has more: a larger number was probably meant in MiB
+            reason = "is not the memory of a GPU: type it in GiB, like --gpu-memory-gib 80"
+            raise PlanError(f"--gpu-memory-gib {requested_gib:g} {reason}.")
         return GpuCapacity(int(requested_gib * GIB), "set by --gpu-memory-gib", is_known=True)
-    uuids = {gpu.uuid for gpu in gpus if gpu.uuid}
-    entries = machine_checks.query_gpu_memory() if uuids else ()
-    sizes = [entry.total_mib for entry in entries if entry.uuid in uuids and entry.total_mib is not None]
+    mib_by_uuid = {entry.uuid: entry.total_mib for entry in machine_checks.query_gpu_memory()} if gpus else {}
+    sizes = [mib for gpu in gpus if (mib := mib_by_uuid.get(gpu.uuid)) is not None]
     # All GPUs must be reported, since one that is not (such as a MIG device) may be the smallest.
     if sizes and len(sizes) == len(gpus):
         return GpuCapacity(min(sizes) * 2**20, "from nvidia-smi", is_known=True)
-    reason = "no GPU is visible" if not gpus else "nvidia-smi does not report it"
+    reason = "nvidia-smi does not report it" if gpus else "no GPU is visible"
     source = f"assumed, because {reason}; type --gpu-memory-gib N to plan for another"
     return GpuCapacity(int(ASSUMED_GIB * GIB), source, is_known=False)
 
@@ -141,18 +129,18 @@ def plan_memory(
     plan: StudyPlan, resource_plan: ResourcePlan, capacity: GpuCapacity, environ: Mapping[str, str]
 ) -> MemoryPlan | None:
     """Plan the memory of the run of a study on GPUs that needs most; None if no model's shape is known."""
-    runs: list[PlannedRun] = []
+    runs: list[MemoryPlan] = []
     # The memory of a run does not depend on its seed, so one run per arm is enough.
     for spec in {spec.arm: spec for spec in plan.runs}.values():
         config = spec.ppo_config
         if shape := read_model_shape(config.model.path, environ):
             # A separate reference that is not downloaded is planned with the policy's size.
             reference_shape = read_model_shape(config.model_paths[-1], environ) or shape
-            runs.append(PlannedRun(spec.run_id, config, shape, reference_shape))
-    return place_runs(runs, capacity, resource_plan) if runs else None
+            runs.append(MemoryPlan(spec.run_id, config, shape, reference_shape, capacity, resource_plan, config))
+    return place_runs(runs) if runs else None
 
 
-def place_runs(runs: Sequence[PlannedRun], capacity: GpuCapacity, resource_plan: ResourcePlan) -> MemoryPlan:
+def place_runs(runs: Sequence[MemoryPlan]) -> MemoryPlan:
     """Plan the memory of the run that needs most, with all runs (at least one) placed in the same way.
 
     Of _PLACEMENTS, this takes the first in which all fit without being tight, else the one that needs least.
@@ -160,7 +148,7 @@ def place_runs(runs: Sequence[PlannedRun], capacity: GpuCapacity, resource_plan:
     candidates: list[MemoryPlan] = []
     for placement in _PLACEMENTS:
         with suppress(ConfigError):
-            plans = [_place_run(run, placement, capacity, resource_plan) for run in runs]
+            plans = [_place_run(run, placement) for run in runs]
             # A run with a lower peak may not fit, because vLLM's cache is too small. Runs of equal peaks may differ in
             # their host memory, which is on the GPU if a remedy does not swap.
             largest_plan = max(plans, key=lambda plan: (not plan.fits, plan.peak, plan.host_bytes))
@@ -170,20 +158,17 @@ def place_runs(runs: Sequence[PlannedRun], capacity: GpuCapacity, resource_plan:
     return next((plan for plan in candidates if plan.fits and not plan.is_tight), least_plan)
 
 
-def _place_run(
-    run: PlannedRun, placement: Mapping[str, object], capacity: GpuCapacity, resource_plan: ResourcePlan
-) -> MemoryPlan:
+def _place_run(run: MemoryPlan, placement: Mapping[str, object]) -> MemoryPlan:
     """Plan the memory of a run with one of _PLACEMENTS. Raises ConfigError if that is impossible or not the user's."""
-    trainer = run.config.trainer
+    trainer = run.base.trainer
     is_other = trainer.swap_to_host not in (None, placement["trainer.swap_to_host"])
     if is_other or ("trainer.zero_stage" in placement and not trainer.uses_deepspeed):
         raise ConfigError("another placement was chosen")
-    config = apply_overrides(run.config, placement)
-    budget = int(min(trainer.n_gpus_per_node, 1.0) * capacity.size)
-    allocations = memory.list_allocations(run.shape, config, budget, run.reference_shape)
+    config = apply_overrides(run.base, placement)
+    allocations = memory.list_allocations(run.shape, config, run.budget, run.reference_shape)
     host_bytes = memory.compute_host_bytes(allocations, run.shape, config)
     cache_bytes = sum(item.rollout for item in allocations if item.name == memory.KV_CACHE_NAME)
-    return MemoryPlan(run, config, capacity, resource_plan, budget, allocations, host_bytes, cache_bytes)
+    return run._replace(config=config, allocations=allocations, host_bytes=host_bytes, cache_bytes=cache_bytes)
 
 
 def format_gib(size: float) -> str:
@@ -193,11 +178,10 @@ def format_gib(size: float) -> str:
 
 def format_memory_plan(plan: MemoryPlan) -> list[str]:
     """Format the plan in sentences: the run's budget, vLLM's memory, host memory, and that the run fits if it does."""
-    config, n_gpus, n_runs = plan.config, plan.config.trainer.n_gpus_per_node, plan.runs_per_node
+    config, n_gpus = plan.config, plan.config.trainer.n_gpus_per_node
     lines = [
         f"Memory: GPU with {format_gib(plan.capacity.size)} GiB ({plan.capacity.source}); each run gets "
-        f"{format_gib(plan.budget)} GiB of {n_gpus:g} GPU{'s' * (n_gpus > 1)}; the run that needs most is "
-        f"{plan.run.run_id}"
+        f"{format_gib(plan.budget)} GiB of {n_gpus:g} GPU{'s' * (n_gpus > 1)}; the run that needs most is {plan.run_id}"
     ]
     if config.rollout.uses_vllm:
         conversations = f"{plan.max_conversations} conversations of {compute_max_tokens(config)} tokens at once"
@@ -206,10 +190,11 @@ def format_memory_plan(plan: MemoryPlan) -> list[str]:
         lines.append("Placement: weights are sharded over the GPUs (trainer.zero_stage=3)")
     if config.trainer.swap_to_host:
         lines.append("Placement: what is trained is in host memory while nothing reads it (trainer.swap_to_host=True)")
-    all_bytes = plan.host_bytes * n_runs
-    lines.append(
-        f"CPU memory: {format_gib(plan.host_bytes)} GiB per run, {format_gib(all_bytes)} GiB for {n_runs} at once"
-    )
+    # On a cluster, other runs are on other nodes.
+    n_runs = plan.resource_plan.max_concurrent
+    n_runs = min(plan.resource_plan.runs_per_node or n_runs, n_runs)
+    all_gib = format_gib(plan.host_bytes * n_runs)
+    lines.append(f"CPU memory: {format_gib(plan.host_bytes)} GiB per run, {all_gib} GiB for {n_runs} at once")
     if plan.fits:
         tight_note = "; this is tight, because fragmentation in the allocator is not counted" if plan.is_tight else ""
         lines.append(f"Fits: {describe_peak(plan)}{tight_note}")
@@ -219,7 +204,7 @@ def format_memory_plan(plan: MemoryPlan) -> list[str]:
 def describe_peak(plan: MemoryPlan) -> str:
     """Describe the phase that needs most with its largest items, or that vLLM has too little memory."""
     if plan.peak <= plan.budget and not plan.fits:
-        shortfall = compute_conversation_kv_bytes(plan.run.shape, plan.config) - plan.cache_bytes
+        shortfall = compute_conversation_kv_bytes(plan.shape, plan.config) - plan.cache_bytes
         return f"vLLM lacks {format_gib(shortfall)} GiB for one conversation"
     phase = memory.sum_by_phase(plan.allocations).index(plan.peak)
     largest_items = sorted(plan.allocations, key=lambda item: -item.gpu_bytes[phase])[:5]
@@ -233,30 +218,29 @@ def find_remedies(plan: MemoryPlan, study: Study) -> list[str]:
     study: the study of the run, whose axis no remedy sets. A rank of adapters stays as it was chosen, and a run gets at
     least its GPUs.
     """
-    base = plan.run.config
-    chosen_fields = study.axis.swept_fields | ({"model.lora_rank"} if base.model.lora_rank else set())
+    base = plan.base
+    fixed_settings = study.axis.swept_fields | ({"model.lora_rank"} if base.model.lora_rank else set())
     # On a cluster, where the resource plan has no GPU ids, their number is unknown, as it is if they are assumed.
     max_gpus = (plan.capacity.is_known and len(plan.resource_plan.gpus)) or _ASSUMED_GPUS
     remedies: dict[tuple[str, ...], str] = {}
-    for change in _CHANGES:
+    for text in _CHANGES:
+        change = dict(assignment.split("=") for assignment in text.split())
+        if fixed_settings & change.keys() or tuple(change) in remedies:
+            continue
         with suppress(ConfigError):
             config = apply_overrides(base, change)
             is_possible = base.trainer.n_gpus_per_node <= config.trainer.n_gpus_per_node <= max(max_gpus, 1)
-            if chosen_fields & change.keys() or tuple(change) in remedies or not is_possible:
-                continue
-            if place_runs([plan.run._replace(config=config)], plan.capacity, plan.resource_plan).fits:
-                options = [f"--set {name}={'null' if value is None else value}" for name, value in change.items()]
-                text = " ".join(options).replace("--set trainer.n_gpus_per_node=", "--gpus-per-exp ")
-                remedies[tuple(change)] = text
+            if is_possible and place_runs([plan._replace(base=config)]).fits:
+                option = f"--set {text.replace(' ', ' --set ')}"
+                remedies[tuple(change)] = option.replace("--set trainer.n_gpus_per_node=", "--gpus-per-exp ")
     return list(remedies.values())[:4]  # the message is one paragraph
 
 
 def format_misfit(plan: MemoryPlan, study: Study) -> str:
     """Say that the run does not fit, by how much, and what to type."""
-    remedies = find_remedies(plan, study)
-    advice = f"Any of these makes it fit: {'; '.join(remedies)}"
-    if not remedies:
-        advice = "No single setting makes it fit: choose a smaller model with --model, or larger GPUs"
+    advice = "No single setting makes it fit: choose a smaller model with --model, or larger GPUs"
+    if remedies := find_remedies(plan, study):
+        advice = f"Any of these makes it fit: {'; '.join(remedies)}"
     return f"DOES NOT FIT: {describe_peak(plan)}. {advice}."
 
 
@@ -270,12 +254,12 @@ def check_fits(plan: MemoryPlan, study: Study) -> None:
 def check_memory(plan: MemoryPlan, study_plan: StudyPlan, gpus: Sequence[Gpu]) -> None:
     """Raise MisfitError if the runs do not fit their GPUs, the host memory, or the free memory of `gpus`."""
     check_fits(plan, study_plan.study)
-    available_bytes, n_runs = machine_checks.measure_available_memory(), plan.runs_per_node
+    n_runs, available_bytes = plan.resource_plan.max_concurrent, machine_checks.measure_available_memory()
+    needed_gib, available_gib = format_gib(plan.host_bytes * n_runs), format_gib(available_bytes)
     if plan.host_bytes * n_runs > available_bytes:
         raise MisfitError(
-            f"{n_runs} runs at once need {format_gib(plan.host_bytes * n_runs)} GiB of CPU memory, and "
-            f"{format_gib(available_bytes)} GiB are available: type --max-concurrent with a smaller number, or free "
-            "memory."
+            f"{n_runs} runs at once need {needed_gib} GiB of CPU memory, and {available_gib} GiB are available: type "
+            "--max-concurrent with a smaller number, or free memory."
         )
     # Orphans of an earlier start are terminated before the runs start, so their memory counts as free.
     ending_pids = {process.pid for process in find_orphans(study_plan.folder)}

@@ -2,21 +2,20 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODELS, TEACHERS
 from trainable.config.run_config import RunConfig
-from trainable.config.sections import ModelConfig
 from trainable.files.json_values import parse_json
 from trainable.models.qwen2_shape import is_plain_qwen2
 from tune_study.placement.model_files import find_downloaded_config
 
 _HUB_ID = re.compile(r"Qwen/Qwen2\.5-(?:Math-|Coder-)?([\d.]+)B(?:-Instruct)?")
 """Models of the shape of their base model. Quantized models are left out, since they cannot be trained here."""
-_SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
+_SIZES: Mapping[str, tuple[int, int, int, int, int, int, bool]] = {
     "0.5": (151_936, 896, 4864, 24, 14, 2, True),
     "1.5": (151_936, 1536, 8960, 28, 12, 2, True),
     "3": (151_936, 2048, 11_008, 36, 16, 2, True),
@@ -31,7 +30,7 @@ _SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
 class ModelShape(BaseModel):
     """The fields of a Qwen2 model's config.json that determine its parameters; other fields are ignored.
 
-    The fields from `trunk` to `head_size` are for other architectures, whose parameters are counted on the model.
+    Those from `trunk` to `head_size` are for other architectures, whose parameters are counted on the model.
     """
 
     # strict: a config.json with "36" or 36.0 blocks is refused instead of being converted.
@@ -63,9 +62,34 @@ class ModelShape(BaseModel):
         return self.head_size or self.hidden_size // self.num_attention_heads
 
     @property
-    def block_weights(self) -> tuple[int, int]:
-        """Parameters per block, all counted before the attention, since plans pass every token through every block."""
-        return (sum(list_trunk_sizes(self)) - self.embedding) // self.num_hidden_layers, 0
+    def layers(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of each linear layer of a block, by name, for other architectures as in Qwen2."""
+        h, f, kv = self.hidden_size, self.intermediate_size, self.num_key_value_heads * self.head_dim
+        attention = {"q_proj": (h, h), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (h, h)}
+        return attention | {"gate_proj": (h, f), "up_proj": (h, f), "down_proj": (f, h)}
+
+    @property
+    def all_matrices(self) -> Sequence[tuple[int, int]]:
+        """(inputs, outputs) of each linear layer of all blocks, without the head."""
+        return self.matrices if self.trunk else [*self.layers.values()] * self.num_hidden_layers
+
+    @property
+    def linear_parameters(self) -> int:
+        """Parameters of the linear layers of all blocks, including biases: without embedding, norms and head."""
+        biases = self.hidden_size + 2 * self.num_key_value_heads * self.head_dim  # of queries, keys and values
+        block = sum(inputs * outputs for inputs, outputs in self.layers.values()) + biases
+        return self.linear - self.own_head if self.trunk else self.num_hidden_layers * block
+
+    @property
+    def trunk_parameters(self) -> int:
+        """Parameters of embedding, blocks and final norm."""
+        norms = (2 * self.num_hidden_layers + 1) * self.hidden_size
+        return sum(self.trunk) or self.embedding + self.linear_parameters + norms
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the policy."""
+        return self.trunk_parameters + self.own_head
 
     @property
     def embedding(self) -> int:
@@ -78,24 +102,22 @@ class ModelShape(BaseModel):
         return 0 if self.tie_word_embeddings else self.embedding
 
     @property
-    def parameters(self) -> int:
-        """Parameters of the policy."""
-        return sum(list_trunk_sizes(self)) + self.own_head
+    def block_weights(self) -> tuple[int, int]:
+        """Parameters per block, all counted before the attention, since plans pass every token through every block."""
+        return (self.trunk_parameters - self.embedding) // self.num_hidden_layers, 0
 
 
-def find_published_sizes(path: str) -> dict[str, int | bool] | None:
-    """Look up the fields of `_SIZES` for a hub id; None unless it is a model of Qwen2.5."""
+def find_published_sizes(path: str) -> dict[str, int | bool]:
+    """Find the fields of `_SIZES` for a hub id; empty unless it is a model of Qwen2.5."""
     match = _HUB_ID.fullmatch(path)
-    sizes = _SIZES.get(match[1]) if match else None
-    return None if sizes is None else dict(zip(ModelShape.model_fields, sizes, strict=False))
+    return dict(zip(ModelShape.model_fields, _SIZES.get(match[1], ()) if match else (), strict=False))
 
 
 def read_model_shape(path: str, environ: Mapping[str, str]) -> ModelShape | None:
-    """Read the shape of the model at `path`: a shipped model, a teacher, a folder, or a hub id.
+    """Read the shape of the model at `path`: a shipped model, a teacher, a folder, or a hub id in the hub cache.
 
-    Nothing is downloaded: a hub id is looked up in the hub cache, and Qwen2.5 models also in `_SIZES`. Returns None if
-    the model is not on this machine or its config.json does not describe a trainable model; `check_model` then says
-    why. environ: the environment variables, which determine the hub cache.
+    Nothing is downloaded. Qwen2.5 models that are not in the cache have published shapes. Returns None if the model is
+    not on this machine or its config.json does not describe a trainable model; `check_model` then says why.
     """
     folder = os.path.expanduser(path)
     if path in SHIPPED_MODELS or path in TEACHERS:  # a teacher has the shape of its policy
@@ -104,10 +126,9 @@ def read_model_shape(path: str, environ: Mapping[str, str]) -> ModelShape | None
         config_path = Path(folder) / "config.json"
     else:
         config_path = find_downloaded_config(path, environ)
-    if config_path is None:
-        sizes = find_published_sizes(path)
-        return None if sizes is None else ModelShape.model_validate({**sizes, "is_plain_qwen2": True})
     try:
+        if config_path is None:
+            return ModelShape.model_validate({**find_published_sizes(path), "is_plain_qwen2": True})
         # Links are followed, unlike in a study's files: the hub cache consists of links, and a model may lie anywhere.
         config = parse_json(config_path.read_bytes())
         if not isinstance(config, dict) or not config.get("architectures"):
@@ -123,58 +144,24 @@ def read_model_shape(path: str, environ: Mapping[str, str]) -> ModelShape | None
         return None
 
 
-def list_linear_layers(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """List the (inputs, outputs) of each linear layer of a block, by name."""
-    hidden, intermediate, kv = shape.hidden_size, shape.intermediate_size, shape.num_key_value_heads * shape.head_dim
-    attention = {"q_proj": (hidden, hidden), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (hidden, hidden)}
-    gated = {"gate_proj": (hidden, intermediate), "up_proj": (hidden, intermediate)}
-    return {**attention, **gated, "down_proj": (intermediate, hidden)}
-
-
-def list_trunk_matrices(shape: ModelShape) -> list[tuple[int, int]]:
-    """List the (inputs, outputs) of each linear layer of the trunk: of all blocks, without the head."""
-    return list(shape.matrices) if shape.trunk else [*list_linear_layers(shape).values()] * shape.num_hidden_layers
-
-
-def list_adapted_layers(shape: ModelShape, model: ModelConfig) -> list[tuple[int, int]]:
+def list_adapted_layers(shape: ModelShape, config: RunConfig) -> list[tuple[int, int]]:
     """List the (inputs, outputs) of the layers of a block that have an adapter; empty without LoRA."""
-    layers, names = list_linear_layers(shape), model.lora_target_modules
-    return [layers[name] for name in layers if model.lora_rank and (names == "all-linear" or name in names)]
+    names = config.model.lora_target_modules if config.model.lora_rank else ()
+    return [layer for name, layer in shape.layers.items() if names == "all-linear" or name in names]
 
 
-def list_trunk_sizes(shape: ModelShape) -> list[int]:
-    """List the elements of the tensors of embedding, blocks and final norm."""
-    if shape.trunk:
-        return list(shape.trunk)
-    block_sizes = []
-    for name, (inputs, outputs) in list_linear_layers(shape).items():
-        block_sizes += [inputs * outputs, outputs] if name in ("q_proj", "k_proj", "v_proj") else [inputs * outputs]
-    block_sizes += [shape.hidden_size] * 2  # the gains of two norms
-    return [shape.embedding, *block_sizes * shape.num_hidden_layers, shape.hidden_size]
+def count_trained_parameters(shape: ModelShape, config: RunConfig) -> dict[str, int]:
+    """Count the trained parameters by network: `policy` and, if there is one, `critic`.
 
-
-def list_trained_sizes(shape: ModelShape, config: RunConfig) -> dict[str, list[int]]:
-    """List the number of elements of each trained tensor, by network: `policy` and, if there is one, `critic`.
-
-    With LoRA only the adapters and the value head are trained. With `critic.shared_trunk` the value head belongs to the
-    policy. There is then no `critic`, as with an advantage estimator without values.
+    With LoRA only the adapters and the value head are trained. The value head belongs to the policy with
+    `critic.shared_trunk`, and an advantage estimator without values has none.
     """
-    value_head = [shape.hidden_size, 1]  # weight and bias
-    trunk = list_trunk_sizes(shape)
-    policy = trunk if shape.tie_word_embeddings else [*trunk, shape.embedding]
+    policy, critic, value_head = shape.parameters, shape.trunk_parameters, shape.hidden_size + 1
     if config.model.lora_rank:  # A and B of every adapter
-        layers = list_adapted_layers(shape, config.model)
-        trunk = policy = [config.model.lora_rank * size for layer in layers for size in layer] * shape.num_hidden_layers
+        adapters = config.model.lora_rank * sum(map(sum, list_adapted_layers(shape, config)))
+        policy = critic = adapters * shape.num_hidden_layers
     if not config.algorithm.estimator.needs_critic:
         return {"policy": policy}
     if config.critic.shared_trunk:
         return {"policy": policy + value_head}
-    return {"policy": policy, "critic": trunk + value_head}
-
-
-def count_block_parameters(shape: ModelShape) -> int:
-    """Count the parameters of the linear layers of all blocks, including biases: without embedding, norms and head."""
-    if shape.trunk:
-        return shape.linear - shape.own_head
-    norm_parameters = (2 * shape.num_hidden_layers + 1) * shape.hidden_size
-    return sum(list_trunk_sizes(shape)) - shape.embedding - norm_parameters
+    return {"policy": policy, "critic": critic + value_head}

@@ -19,7 +19,7 @@ from trainable.models.qwen2_shape import find_four_bit_obstacle, find_size_obsta
 from tune_study.host.console import print_line
 from tune_study.host.gpus import Gpu
 from tune_study.placement.model_files import run_command
-from tune_study.placement.model_size import list_trunk_matrices, read_model_shape
+from tune_study.placement.model_size import read_model_shape
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan
 
@@ -164,8 +164,7 @@ def check_engines(config: RunConfig, environ: Mapping[str, str]) -> None:
         raise PlanError(f"DeepSpeed is not installed: type `pip install {DEEPSPEED}`, or {alternative}.")
     if config.model.load_in_4bit:
         shape = read_model_shape(config.model.path, environ)
-        matrices = list_trunk_matrices(shape) if shape else []
-        if obstacle := find_four_bit_obstacle(inputs for inputs, _ in matrices):
+        if obstacle := find_four_bit_obstacle(inputs for inputs, _ in (shape.all_matrices if shape else ())):
             raise PlanError(f"{obstacle}, or --set model.load_in_4bit=false.")
     check_sampler(config, environ)
 

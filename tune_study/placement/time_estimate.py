@@ -1,8 +1,7 @@
 """Estimate the duration of a run from the FLOP and bytes of its steps.
 
-On GPUs an upper bound at their published speed, since every conversation is assumed to have maximum length: passes over
-whole sequences are limited by arithmetic, and sampling by reading weights and KV cache. Swapping is not counted, and no
-estimate has been compared with a GPU. On a CPU, for cores like the one on which the rates below were measured.
+On GPUs an upper bound at their published speed, since every conversation is assumed to have maximum length. No estimate
+has been compared with a GPU. On a CPU, for cores like the one on which the rates below were measured.
 """
 
 import math
@@ -14,20 +13,19 @@ from trainable.config.run_config import RunConfig
 from trainable.families import Family
 from trainable.models.qwen2_shape import estimate_forward_flops
 from trainable.rollout.kv_cache_size import compute_max_tokens, compute_token_kv_bytes, count_ranks, get_dtype_bytes
-from tune_study.placement import memory
 from tune_study.placement.disk import count_validations
+from tune_study.placement.memory import FLOAT32, VLLM_MAX_SEQS
 from tune_study.placement.memory_plan import MemoryPlan
-from tune_study.placement.model_size import ModelShape, list_trained_sizes, read_model_shape
+from tune_study.placement.model_size import ModelShape, count_trained_parameters, read_model_shape
 from tune_study.plan.study_plan import ResourcePlan, RunSpec, StudyPlan
 
 ASSUMED_MFU, ASSUMED_BANDWIDTH_FRACTION = 0.4, 0.5
 """Fractions of a GPU's published rates that passes (FLOP/s) and sampling (bytes/s) are assumed to reach."""
 PASS_RATES, SAMPLING_RATES = {True: 48e9, False: 40e9}, {True: 35e9, False: 11e9}
 """FLOP/s that one core reaches with and without compiled code, with the laptop preset (docs/performance.md)."""
-TYPICAL_FILL = 0.5
-"""Typical tokens of an episode relative to the maximum, as measured: 105 of 200 in the laptop preset."""
-RUN_START_SECONDS = 4.0
-"""Seconds before the first step of a run on a CPU: for imports, levels and the model."""
+TYPICAL_FILL, RUN_START_SECONDS = 0.5, 4.0
+"""Typical tokens of an episode relative to the maximum, as measured (105 of 200 in the laptop preset), and seconds
+before the first step of a run on a CPU, for imports, levels and the model."""
 
 
 class GpuRates(NamedTuple):
@@ -57,22 +55,21 @@ _GPU_RATES = {
 def estimate_update_flops(shape: ModelShape, config: RunConfig) -> float:
     """Estimate the FLOP of one training step without sampling: passes of the reference, for values, and updates.
 
-    An engine with its own weights needs one more pass, for the log-probs of the policy, unless that is off. A pass with
-    gradients counts as three, since a backward pass computes gradients of activations and of weights, which are frozen
-    with LoRA. Gradient checkpointing repeats the forward pass.
+    A pass with gradients counts as three, since a backward pass computes gradients of activations and of weights, which
+    are frozen with LoRA. Gradient checkpointing repeats the forward pass.
     """
-    tokens = compute_max_tokens(config)
+    actor, tokens = config.actor, compute_max_tokens(config)
     policy_flops, critic_flops = (
         config.episodes_per_step * estimate_forward_flops(shape, [tokens], tokens, outputs)
         for outputs in (shape.vocab_size, 0)
     )
-    train_factor = 3 - (config.model.lora_rank > 0) + config.model.enable_gradient_checkpointing
-    policy_passes = config.actor.ppo_epochs * (train_factor + config.actor.loss.needs_pass_before_step)
-    policy_passes += config.trains_with_reference
+    train_passes = 3 - (config.model.lora_rank > 0) + config.model.enable_gradient_checkpointing
+    policy_passes = actor.ppo_epochs * (train_passes + actor.loss.needs_pass_before_step) + config.trains_with_reference
+    # An engine with its own weights needs one more pass, for the log-probs of the policy, unless that is off.
     policy_passes += config.rollout.has_own_weights and config.rollout.recompute_logprobs
     critic_passes = float(config.algorithm.estimator.needs_critic)  # values of the rollouts
-    if "critic" in list_trained_sizes(shape, config):  # else a head on the policy's trunk, if any
-        critic_passes += config.critic.ppo_epochs * train_factor
+    if "critic" in count_trained_parameters(shape, config):  # else a head on the policy's trunk, if any
+        critic_passes += config.critic.ppo_epochs * train_passes
     return policy_passes * policy_flops + critic_passes * critic_flops
 
 
@@ -81,19 +78,17 @@ def estimate_sampling_seconds(shape: ModelShape, config: RunConfig, rows: int, r
 
     That is one forward pass over all tokens, and one read of weights and KV cache per sampled token.
     """
-    tokens, rank_rows = compute_max_tokens(config), -(-rows // count_ranks(config))
+    rollout, tokens, rank_rows = config.rollout, compute_max_tokens(config), -(-rows // count_ranks(config))
     # vLLM decodes at most VLLM_MAX_SEQS conversations at once. The torch sampler decodes all of them, and without LoRA
     # reads the policy's float32 weights.
-    waves = math.ceil(rank_rows / memory.VLLM_MAX_SEQS) if config.rollout.uses_vllm else 1
-    is_cast = config.rollout.uses_vllm or config.model.lora_rank
-    weight_bytes = get_dtype_bytes(config) if is_cast else memory.FLOAT32
+    waves = math.ceil(rank_rows / VLLM_MAX_SEQS) if rollout.uses_vllm else 1
+    weight_bytes = get_dtype_bytes(config) if rollout.uses_vllm or config.model.lora_rank else FLOAT32
     # A conversation grows from nothing to its full length, so its cache is half full on average.
     cache_bytes = rank_rows * tokens / 2 * compute_token_kv_bytes(shape, config)
     read_bytes = waves * weight_bytes * shape.parameters + cache_bytes
-    decode_seconds = config.env.max_turn * config.rollout.response_length * read_bytes / rates.memory_bandwidth
+    decode_seconds = config.env.max_turn * rollout.response_length * read_bytes / rates.memory_bandwidth
     prefill_flops = rank_rows * estimate_forward_flops(shape, [tokens], tokens, shape.vocab_size)
-    prefill_seconds = prefill_flops / rates.peak_flops_per_s
-    return decode_seconds / ASSUMED_BANDWIDTH_FRACTION + prefill_seconds / ASSUMED_MFU
+    return decode_seconds / ASSUMED_BANDWIDTH_FRACTION + prefill_flops / rates.peak_flops_per_s / ASSUMED_MFU
 
 
 def estimate_run_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) -> float:
@@ -109,23 +104,22 @@ def estimate_run_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) 
     return seconds / min(config.trainer.n_gpus_per_node, 1.0)
 
 
-def estimate_cpu_run_seconds(spec: RunSpec, family: Family) -> float | None:
-    """Estimate the seconds of a run on one core, with episodes of typical length; None if unknown."""
+def estimate_cpu_run_seconds(spec: RunSpec, family: Family) -> float:
+    """Estimate the seconds of a run on one core, with episodes of typical length; infinite if unknown."""
     if family.estimate_step_seconds is not None:
-        step_seconds = family.estimate_step_seconds(spec.config)
-        return None if step_seconds is None else step_seconds * spec.steps
+        return spec.steps * (family.estimate_step_seconds(spec.config) or math.inf)
     config = spec.ppo_config
     shape = read_model_shape(config.model.path, os.environ)
     if shape is None:
-        return None
-    env, typical_tokens = config.env, round(TYPICAL_FILL * compute_max_tokens(config))
+        return math.inf
+    env, tokens = config.env, round(TYPICAL_FILL * compute_max_tokens(config))
     episodes = spec.steps * env.env_groups * env.group_size + 2 * env.test_env_groups
     episodes += count_validations(config) * env.val_env_groups * env.val_group_size
-    sampling_flops = episodes * estimate_forward_flops(shape, [typical_tokens], typical_tokens, shape.vocab_size)
+    sampling_flops = episodes * estimate_forward_flops(shape, [tokens], tokens, shape.vocab_size)
     # A typical tree asks no child.
-    step_flops = TYPICAL_FILL * estimate_update_flops(shape, config) / env.max_conversations_per_rollout
-    update_seconds = spec.steps * step_flops / PASS_RATES[config.model.compiled_passes]
-    return RUN_START_SECONDS + update_seconds + sampling_flops / SAMPLING_RATES[config.rollout.uses_compiled_sampler]
+    update_flops = spec.steps * TYPICAL_FILL * estimate_update_flops(shape, config) / env.max_conversations_per_rollout
+    seconds = RUN_START_SECONDS + update_flops / PASS_RATES[config.model.compiled_passes]
+    return seconds + sampling_flops / SAMPLING_RATES[config.rollout.uses_compiled_sampler]
 
 
 def format_time_line(
@@ -134,37 +128,30 @@ def format_time_line(
     """Format the estimated time of a study, on GPUs with these names; empty if it is unknown."""
     num_runs, num_slots = len(plan.runs), max(resource_plan.max_concurrent, 1)
     if not resource_plan.gpu_slots:
-        run_seconds = {spec.run_id: estimate_cpu_run_seconds(spec, plan.study.family) or math.inf for spec in plan.runs}
         # A trial uses one core, whether or not it trains its runs together.
-        trial_seconds = [sum(run_seconds[spec.run_id] for spec in specs) for specs in plan.trials]
-        if math.inf in trial_seconds:
-            return ""
-        study_seconds = max(*trial_seconds, sum(trial_seconds) / num_slots)
-        return (
-            f"Time: about {format_estimate(study_seconds)} for these {num_runs} runs, estimated from measurements on "
-            "one machine; others take half as long or twice as long"
-        )
-    parts = [next((part for part in _GPU_RATES if part in name), "") for name in gpu_names]
-    if memory_plan is None or not parts or "" in parts:
+        trials = [sum(estimate_cpu_run_seconds(spec, plan.study.family) for spec in specs) for specs in plan.trials]
+        seconds = max(*trials, sum(trials) / num_slots)
+        basis = "estimated from measurements on one machine; others take half as long or twice as long"
+        line = f"Time: about {format_estimate(seconds)} for these {num_runs} runs, {basis}"
+        return line if math.isfinite(seconds) else ""
+    all_rates = [next((rates for part, rates in _GPU_RATES.items() if part in name), None) for name in gpu_names]
+    if memory_plan is None or not all_rates or None in all_rates:
         return ""
     # The rates are for passes in 16 bits, and for optimizer steps on the GPU.
     config = memory_plan.config
     if config.model.dtype == "float32" or config.trainer.offload_optimizer:
         return ""
     # A run may get any of the GPUs, so the slowest arithmetic and the slowest memory count.
-    rates = GpuRates(*map(min, zip(*(_GPU_RATES[part] for part in parts), strict=True)))
+    rates = GpuRates(*map(min, zip(*filter(None, all_rates), strict=True)))
     # The run that needs most memory stands for all runs.
-    study_seconds = estimate_run_seconds(memory_plan.run.shape, config, rates) * math.ceil(num_runs / num_slots)
-    return (
-        f"Time: at most about {format_estimate(study_seconds)} for these {num_runs} runs, with conversations of "
-        f"{compute_max_tokens(config)} tokens, at {ASSUMED_MFU:.0%} of {rates.peak_flops_per_s / 1e12:g} TFLOP/s and "
-        f"{ASSUMED_BANDWIDTH_FRACTION:.0%} of {rates.memory_bandwidth / 1e12:g} TB/s"
-    )
+    seconds = estimate_run_seconds(memory_plan.shape, config, rates) * math.ceil(num_runs / num_slots)
+    study = f"these {num_runs} runs, with conversations of full length"
+    return f"Time: at most about {format_estimate(seconds)} for {study}"
 
 
 def format_estimate(seconds: float) -> str:
     """Format seconds with two digits in the largest unit that they reach, such as `2.5 min`."""
     units = {"d": 86_400, "h": 3600, "min": 60, "s": 0}
-    unit = next(unit for unit, size in units.items() if seconds >= size)
-    number = seconds / (units[unit] or 1)
+    unit, size = next(entry for entry in units.items() if seconds >= entry[1])
+    number = seconds / (size or 1)
     return f"{number:.2g} {unit}" if number < 100 else f"{number:.0f} {unit}"

@@ -65,6 +65,7 @@ from search_spaces.language_model.family import PPO
 )
 '''
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+"""The name of a study: lower-case words joined by hyphens, since it names folders."""
 
 
 class StudySource(NamedTuple):
@@ -88,11 +89,6 @@ class OwnStudy(NamedTuple):
 
     study: Study
     source: StudySource
-
-
-def is_study_file(name: str) -> bool:
-    """Check whether the name of a study is the path of a Python file."""
-    return name.endswith(".py")
 
 
 def load_own_study(typed: str, accepts_change: bool = False) -> OwnStudy:
@@ -157,18 +153,13 @@ def explain_missing_file(folder: Path, entry: SourceFile) -> str:
     )
 
 
-def is_study_name(name: str) -> bool:
-    """Check whether a study may have this name: lower-case words joined by hyphens, since it names folders."""
-    return _NAME.fullmatch(name) is not None
-
-
 def check_study(study: Study, path_text: str) -> None:
     """Raise PlanError for an unusable declaration: an unusable or taken name, or no axis values.
 
     path_text: where the study is declared, for the message.
     """
     path = format_value(path_text, 1000)
-    if not is_study_name(study.name):
+    if not _NAME.fullmatch(study.name):
         raise PlanError(
             f"The study of {path} is called {format_value(study.name)}: a name has lower-case words joined by hyphens, "
             f"like my-study. Set name= in the file."
@@ -385,7 +376,7 @@ def write_study_file(name: str, assignments: Sequence[str], path: Path | None) -
 
     path: the file; None for NAME.py in the current folder. Raises PlanError if the name is taken or the file exists.
     """
-    if not is_study_name(name) or name in STUDIES or name in SUITES:
+    if not _NAME.fullmatch(name) or name in STUDIES or name in SUITES:
         problem = "is a study of this package" if name in STUDIES or name in SUITES else "is no name of a study"
         raise PlanError(
             f"{format_value(name)} {problem}: type another one, of lower-case words joined by hyphens, like my-lr."

@@ -89,10 +89,10 @@ class StudyPlan:
     """Seeds of every arm."""
     folder: Path
     """The study's folder, which Tune uses as well: <output>/results/<run>, or wherever it was moved."""
-    run: str
-    """Name of the study, and of its folder unless it was renamed."""
-    runs: tuple[RunSpec, ...]
-    """One entry per run, the first seed of all arms first."""
+    run: str = ""
+    """Name of the study, and of its folder unless it was renamed. `plan_runs` sets it."""
+    runs: tuple[RunSpec, ...] = ()
+    """One entry per run, the first seed of all arms first. `plan_runs` makes them."""
     storage: str | None = None
     """URI of the parent of the study's folder in a storage; None without a storage."""
     extra_seeds: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -280,7 +280,8 @@ def make_plan(
     base_config = pin_parts(apply_overrides(make_base_config(study, preset), overrides))
     chosen_values = tuple(values) if values is not None else study.get_grid(preset)
     folder = output.absolute() / "results" / _name_study(study, base_config)
-    plan = build_plan(study, preset, preset_reason, base_config, chosen_values, tuple(range(count)), folder)
+    seeds = tuple(range(count))
+    plan = plan_runs(StudyPlan(study, preset, preset_reason, base_config, chosen_values, seeds, folder))
     if plan.baseline is None or baseline_count <= count:
         return plan
     return add_seeds(plan, {plan.baseline: range(count, baseline_count)})
@@ -308,52 +309,30 @@ def set_max_seeds(plan: StudyPlan, max_seeds: int, least_seeds: int = 2) -> Stud
 
 def add_seeds(plan: StudyPlan, extra_seeds: Mapping[str, Iterable[int]]) -> StudyPlan:
     """Add seeds of single arms, by axis value, to those that the arms have."""
-    all_seeds = {value: {*plan.extra_seeds.get(value, ()), *extra_seeds.get(value, ())} for value in plan.values}
-    return rebuild_plan(plan, plan.study, plan.values, plan.seeds, all_seeds)
+    all_seeds = {value: (*plan.extra_seeds.get(value, ()), *extra_seeds.get(value, ())) for value in plan.values}
+    return plan_runs(replace(plan, extra_seeds=all_seeds))
 
 
 def set_points(plan: StudyPlan, points: Mapping[str, Settings]) -> StudyPlan:
     """Replace the arms of a search or of its confirmation by `points`."""
     study = make_point_study(plan.study, points)
-    return replace(rebuild_plan(plan, study, tuple(points), plan.seeds, plan.extra_seeds), points=points)
+    return plan_runs(replace(plan, study=study, values=tuple(points), points=points))
 
 
-def rebuild_plan(
-    plan: StudyPlan,
-    study: Study,
-    values: tuple[str, ...],
-    seeds: tuple[int, ...],
-    extra_seeds: Mapping[str, Iterable[int]],
-) -> StudyPlan:
-    """Rebuild the plan with other arms or seeds (see `build_plan`), and keep everything else."""
-    built = build_plan(
-        study, plan.preset, plan.preset_reason, plan.base_config, values, seeds, plan.folder, extra_seeds
-    )
-    return replace(plan, study=study, values=values, seeds=seeds, runs=built.runs, extra_seeds=built.extra_seeds)
-
-
-def build_plan(
-    study: Study,
-    preset: str,
-    preset_reason: str,
-    base_config: BaseRunConfig,
-    values: tuple[str, ...],
-    seeds: tuple[int, ...],
-    folder: Path,
-    extra_seeds: Mapping[str, Iterable[int]] = MappingProxyType({}),
-) -> StudyPlan:
-    """Plan the runs of `values` x `seeds`, and of `extra_seeds` of single arms; those among `seeds` are ignored.
+def plan_runs(plan: StudyPlan) -> StudyPlan:
+    """Plan the runs of the values x seeds of a plan, and of its extra seeds; those among the seeds are left out.
 
     The first seed of all arms comes first, so that an interrupted study has about as many runs of every arm.
     """
+    study, values, seeds = plan.study, plan.values, plan.seeds
     check_values(study, values)
-    further = {value: tuple(sorted({*extra_seeds.get(value, ())} - {*seeds})) for value in values}
+    further = {value: tuple(sorted({*plan.extra_seeds.get(value, ())} - {*seeds})) for value in values}
     further = {value: added for value, added in further.items() if added}
     all_seeds = sorted({*seeds}.union(*further.values()))
     if not seeds or len(set(seeds)) < len(seeds) or not set(all_seeds) <= set(range(MAX_SEEDS)):
         raise PlanError(f"The seeds {format_value(all_seeds)} are not distinct numbers from 0 to {MAX_SEEDS - 1}.")
-    run = _name_study(study, base_config)
-    arms = {value: make_arm_config(study, base_config, value) for value in values}
+    run = _name_study(study, plan.base_config)
+    arms = {value: make_arm_config(study, plan.base_config, value) for value in values}
     num_runs = len(values) * len(seeds) + sum(map(len, further.values()))
     if num_runs > MAX_RUNS:
         raise PlanError(
@@ -367,7 +346,7 @@ def build_plan(
         for value in values
         if seed in seeds or seed in further.get(value, ())
     )
-    plan = StudyPlan(study, preset, preset_reason, base_config, values, seeds, folder, run, runs, extra_seeds=further)
+    plan = replace(plan, run=run, runs=runs, extra_seeds=further)
     _check_names(plan)
     return plan
 

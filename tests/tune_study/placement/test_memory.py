@@ -20,12 +20,7 @@ from trainable.config.seeds import make_rng
 from trainable.models.interface import PassSettings
 from trainable.models.load import freeze, make_frozen_copy
 from trainable.models.lora import make_adapted_policy
-from trainable.ppo.trainer import PPOTrainer
-from trainable.rollout.kv_cache_size import (
-    TURN_TOKENS,
-    compute_max_tokens,
-    compute_step_kv_bytes,
-)
+from trainable.rollout.kv_cache_size import TURN_TOKENS, compute_max_tokens, compute_step_kv_bytes
 from trainable.rollout.vllm_sampler import EngineSettings
 from tune_study.placement import memory
 from tune_study.placement.memory import GIB, Allocation, list_allocations, sum_by_phase
@@ -57,11 +52,6 @@ def count_storage_bytes(tensors: list[torch.Tensor]) -> int:
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
-def list_moments(trainer: PPOTrainer, name: str) -> list[torch.Tensor]:
-    optimizer = trainer.backends[name].optimizer
-    return [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", thin_out(DTYPES, 2))
 @pytest.mark.parametrize("rank", [0, 5])
@@ -82,7 +72,9 @@ def test_what_a_trainer_holds_for_good_is_what_is_planned(name: str, rank: int, 
         if trained_weights:
             optimizer = "actor" if network == "policy" else network
             assert planned_bytes[f"{network} {label}"] == count_storage_bytes(trained_weights)
-            assert planned_bytes[f"{network} AdamW moments"] == count_storage_bytes(list_moments(trainer, optimizer))
+            states = trainer.backends[optimizer].optimizer.state.values()
+            moments = [state[key] for state in states for key in ("exp_avg", "exp_avg_sq")]
+            assert planned_bytes[f"{network} AdamW moments"] == count_storage_bytes(moments)
     gradients = [torch.zeros_like(weight) for weight in trainer.model.parameters() if weight.requires_grad]
     gradients += [torch.zeros_like(weight) for weight in (trainer.value_head or torch.nn.Module()).parameters()]
     assert planned_bytes["policy gradients"] == count_storage_bytes(gradients)
@@ -125,15 +117,6 @@ def draw_small_sizes(draw: st.DrawFn) -> dict[str, int]:
     }
 
 
-def make_positions(dtype: str) -> tuple[torch.Tensor, int]:
-    """Make positions of two rows of 37 tokens, and return how many tokens are read for them.
-
-    In float32, attention over rows of different lengths is computed by length. In bfloat16 a GPU computes it in one
-    call, as for equal lengths.
-    """
-    return (torch.tensor([30, 73]), 68) if dtype == "float32" else (torch.arange(74), 74)
-
-
 def count_saved_bytes(model: Any, positions: torch.Tensor) -> int:
     """Count the bytes that autograd saves in a pass over two rows of 37 tokens, without weights that are cast."""
     weight_shapes = {size for weight in model.parameters() for size in (weight.shape, weight.shape[::-1])}
@@ -147,7 +130,9 @@ def count_saved_bytes(model: Any, positions: torch.Tensor) -> int:
 @draw_examples(15)
 @given(draw_small_sizes(), st.sampled_from([0, 1, 3, 8]))
 def test_a_block_keeps_what_autograd_saves(dtype: str, sizes: dict[str, int], rank: int) -> None:
-    positions, n_tokens_read = make_positions(dtype)
+    # Two rows of 37 tokens. In float32, attention over rows of different lengths is computed by length, so that fewer
+    # tokens are read. In bfloat16 a GPU computes it in one call, as for equal lengths.
+    positions, n_tokens_read = (torch.tensor([30, 73]), 68) if dtype == "float32" else (torch.arange(74), 74)
     config = make_paper_config(model__dtype=dtype, model__lora_rank=rank)
     saved_bytes = []
     for layers in (2, 3):
@@ -174,10 +159,10 @@ def test_the_game_says_no_more_than_planned(turns: int) -> None:
 
 
 def test_a_published_conversation_has_3600_tokens() -> None:
+    changes: dict[int, dict[str, object]] = {1000: {"rollout__max_model_len": 1000}, 1440: {"env__max_turn": 2}}
+    for tokens, settings in (changes | {3600: {"rollout__max_model_len": None}}).items():
+        assert compute_max_tokens(make_paper_config(**settings)) == tokens
     assert compute_max_tokens(make_paper_config()) == 3600
-    assert compute_max_tokens(make_paper_config(rollout__max_model_len=None)) == 3600
-    assert compute_max_tokens(make_paper_config(rollout__max_model_len=1000)) == 1000
-    assert compute_max_tokens(make_paper_config(env__max_turn=2)) == 1440
 
 
 # Computed by hand: weights, optimizer state, gradients in the backward pass and in the step, and offloaded bytes. A
@@ -224,30 +209,28 @@ def everywhere(size: int, host: int = 0) -> tuple[int, ...]:
     return size, size, size, size, host
 
 
+COPIES = 2 * (BLOCK + EMBEDDING)
+
+
 def test_the_3b_of_the_paper_by_hand() -> None:
     """The other phases than the policy's backward pass, which docs/placement.md has."""
     items = list_items(make_paper_config(actor__use_kl_loss=True))
-    assert items["policy weights"][1:] == everywhere(4 * POLICY)
     assert items["critic weights"][1:] == everywhere(4 * CRITIC)
     assert items["reference weights"][1:] == everywhere(FROZEN)
     assert items["policy gradients"][1:] == (0, 0, 4 * POLICY, 4 * POLICY, 0)
     assert items["critic gradients"][1:] == everywhere(0)
-    assert items["copies of weights"][1:] == (0, 2 * (BLOCK + EMBEDDING), 2 * (BLOCK + EMBEDDING), 0, 0)
+    assert items["copies of weights"][1:] == (0, COPIES, COPIES, 0, 0)
     assert (items["activations"].rollout, items["activations"].step) == (0, 0)
     assert (items["logits"].values, items["logits"].step) == (3 * 2**29, 0)
 
 
 def test_stage_3_of_the_3b_by_hand() -> None:
-    config = make_paper_config(
-        trainer__n_gpus_per_node=4, trainer__zero_stage=3, rollout__name="torch", algorithm__adv_estimator="grpo"
-    )
-    items, bucket = list_items(config), 200_000_000
-    assert items["policy weights"][1:] == everywhere(POLICY)
-    assert items["policy AdamW moments and master weights"][1:] == everywhere(3 * POLICY)
-    gradients = POLICY + bucket
+    """What `BY_HAND` has not."""
+    config = apply_overrides(RunConfig(), FOUR_RANKS | {"rollout.name": "torch", "algorithm.adv_estimator": "grpo"})
+    items, gradients = list_items(config), POLICY + 4 * BUCKET
     assert items["policy gradients"][1:] == (gradients, gradients, gradients, POLICY + gradients, 0)
     gathered = FROZEN + 2 * EMBEDDING
-    assert items["copies of weights"][1:] == (gathered, gathered, 4 * 10**9 + 2 * (BLOCK + EMBEDDING), 0, 0)
+    assert items["copies of weights"][1:] == (gathered, gathered, 4 * 10**9 + COPIES, 0, 0)
     # Nothing stays in host memory, but each of the four ranks loads the policy there.
     assert memory.compute_host_bytes(items.values(), read_shape("Qwen/Qwen2.5-3B"), config) == 4 * 4 * POLICY
 
@@ -258,13 +241,11 @@ def test_the_3b_with_adapters_by_hand() -> None:
     adapters = 36 * 64 * (2 * (HIDDEN + HIDDEN) + 2 * (HIDDEN + KV) + 3 * (HIDDEN + WIDE))
     assert items["frozen base weights"][1:] == everywhere(FROZEN)
     assert items["policy adapters"][1:] == everywhere(4 * adapters)
-    assert items["policy AdamW moments"][1:] == everywhere(8 * adapters)
     assert items["critic adapters"][1:] == everywhere(4 * (adapters + 2049))
-    assert items["copies of weights"].backward == 2 * (adapters // 36 + EMBEDDING)
-    assert items["copies of weights"].rollout == 4 * BLOCK_WEIGHTS  # merged for vLLM
+    copies = 2 * (adapters // 36 + EMBEDDING)
+    assert items["copies of weights"][1:] == (4 * BLOCK_WEIGHTS, copies, copies, 0, 0)  # vLLM gets merged weights
     assert items["logits"].backward == 7 * 2**29
     assert not {"reference weights", "policy weights"} & items.keys()
-    assert max(sum_by_phase(list_items(make_paper_config(model__lora_rank=64), 40 * GIB).values())) < 40 * GIB
 
 
 def test_vllm_gets_its_fraction_of_the_runs_memory_and_no_more() -> None:
@@ -312,13 +293,12 @@ def test_swapping_by_hand() -> None:
 
 
 def test_swapping_in_stage_3_moves_what_the_optimizer_reads() -> None:
-    settings = {"trainer__n_gpus_per_node": 4, "trainer__zero_stage": 3, "trainer__swap_to_host": True}
-    items = list_items(make_paper_config(**settings))
+    settings = FOUR_RANKS | {"trainer.swap_to_host": True}
+    items = list_items(apply_overrides(RunConfig(), settings))
     shard, critic_shard = POLICY, CRITIC + 3  # 4 bytes of a quarter of the parameters, rounded up
-    assert items["policy weights"][1:] == everywhere(shard)
     assert items["critic weights"][1:] == everywhere(critic_shard)
     assert items["policy AdamW moments and master weights"][1:] == (0, 0, 3 * shard, 3 * shard, 3 * shard)
-    offloaded = list_items(make_paper_config(**settings, trainer__offload_parameters=True))
+    offloaded = list_items(apply_overrides(RunConfig(), settings | {"trainer.offload_parameters": True}))
     assert offloaded["policy weights"][1:] == everywhere(0, shard)
     assert offloaded["critic weights"][1:] == everywhere(0, critic_shard)
 
@@ -355,9 +335,9 @@ def test_copies_of_weights_are_as_planned(recomputes: bool) -> None:
     with WeightCopies(list(model.parameters())) as copies:
         hidden = model.model.compute_hidden_states(tokens, torch.arange(24))
         hidden.sum().backward()
-    # Biases of queries, keys and values are copied, too.
-    assert copies.peak_bytes <= memory.compute_cast_bytes(shape, config, with_gradients=True)
-    assert copies.peak_bytes > 0.9 * memory.compute_cast_bytes(shape, config, with_gradients=True)
+    # Biases of queries, keys and values are copied, too. This pass has no head.
+    planned_bytes = memory.compute_copied_bytes(shape, config)[1] - 2 * 97 * 32
+    assert 0.9 * planned_bytes < copies.peak_bytes <= planned_bytes
 
 
 def test_a_tree_has_room_for_its_children() -> None:

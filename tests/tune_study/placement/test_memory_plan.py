@@ -54,9 +54,9 @@ def make_capacity(gib: float) -> GpuCapacity:
 
 # GiB of a GPU, settings, whether the run swaps, its ZeRO stage, and GiB at the peak; memory_choices.txt has others.
 PLACEMENTS: dict[str, tuple[float, Mapping[str, object], bool, int, float]] = {
-    "3B on half of 141": (141, {"trainer.n_gpus_per_node": 0.5}, True, 2, 62.4),
-    "3B on half of 80, adapters": (80, {"trainer.n_gpus_per_node": 0.5, "model.lora_rank": 64}, False, 2, 34.9),
-    "3B on half of 141, adapters": (141, {"trainer.n_gpus_per_node": 0.5, "model.lora_rank": 64}, False, 2, 34.9),
+    "3B on half of 141": (141, HALF_GPU, True, 2, 62.4),
+    "3B on half of 80, adapters": (80, HALF_GPU | {"model.lora_rank": 64}, False, 2, 34.9),
+    "3B on half of 141, adapters": (141, HALF_GPU | {"model.lora_rank": 64}, False, 2, 34.9),
     "3B on 1 x 24, adapters": (24, {"model.lora_rank": 64}, True, 2, 22.8),
 }
 
@@ -76,7 +76,7 @@ def test_the_paper_preset_fits_without_flags(
         "rollout.kv_cache_gib": gpu_plan.cache_bytes / GIB,
     }
     # They are settings of a run, and change neither its hash nor its results.
-    assert apply_overrides(gpu_plan.run.config, settings).compute_hash() == gpu_plan.run.config.compute_hash()
+    assert apply_overrides(gpu_plan.base, settings).compute_hash() == gpu_plan.base.compute_hash()
 
 
 def test_all_arms_of_the_sweeps_fit_one_h100() -> None:
@@ -89,10 +89,6 @@ def test_a_typed_placement_is_respected(swaps: bool) -> None:
     gpu_plan = plan_gpu_memory({"trainer.swap_to_host": swaps}, make_capacity(200))
     assert gpu_plan.config.trainer.swap_to_host == swaps
     assert plan_gpu_memory({"trainer.swap_to_host": False}).fits is False
-
-
-def test_without_a_known_gpu_nothing_is_placed() -> None:
-    assert plan_gpu_memory({}, GpuCapacity(80 * GIB, "assumed", False)).placement_settings == {}
 
 
 def test_a_rank_that_was_chosen_stays() -> None:
@@ -137,17 +133,17 @@ def test_what_nothing_helps_is_said_and_what_the_arms_differ_in_is_not_advised()
 
 def test_the_run_that_takes_most_is_shown() -> None:
     gpu_plan = plan_gpu_memory({}, make_capacity(141))
-    assert gpu_plan.run.config.actor.use_kl_loss, "the arm without a reference takes less"
+    assert gpu_plan.base.actor.use_kl_loss, "the arm without a reference takes less"
     runs = make_study_plan({}).runs
     assert gpu_plan.peak == max(
-        max(sum_by_phase(memory.list_allocations(gpu_plan.run.shape, spec.config, gpu_plan.budget))) for spec in runs
+        max(sum_by_phase(memory.list_allocations(gpu_plan.shape, spec.config, gpu_plan.budget))) for spec in runs
     )
 
 
 @given(st.floats(0.05, 1), st.floats(8, 200), st.floats(0.05, 1))
 def test_vllm_holds_a_conversation_or_the_plan_does_not_fit(share: float, gib: float, utilization: float) -> None:
     overrides = SMALL_MODEL | {"trainer.n_gpus_per_node": share, "rollout.gpu_memory_utilization": utilization}
-    gpu_plan = plan_gpu_memory(overrides, GpuCapacity(int(gib * GIB), "for a test", True))
+    gpu_plan = plan_gpu_memory(overrides, make_capacity(gib))
     vllm_budget = int(utilization * int(share * int(gib * GIB)))
     engine_bytes = sum(allocation.rollout for allocation in gpu_plan.allocations if allocation.name.startswith("vLLM"))
     if gpu_plan.max_conversations:
@@ -203,10 +199,10 @@ def test_a_real_run_that_does_not_fit_is_refused_in_one_paragraph() -> None:
     assert "\n" not in str(refusal.value)
 
 
-def test_an_assumed_card_refuses_nothing() -> None:
+def test_with_an_assumed_card_nothing_is_refused_or_placed() -> None:
     overrides = HALF_GPU | {"rollout.free_cache_engine": False, "trainer.swap_to_host": False}
     gpu_plan = plan_gpu_memory(overrides, GpuCapacity(80 * GIB, "assumed", False))
-    assert not gpu_plan.fits
+    assert (gpu_plan.fits, gpu_plan.placement_settings) == (False, {})
     check_memory(gpu_plan, make_study_plan(HALF_GPU), ())
 
 

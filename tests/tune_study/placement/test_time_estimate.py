@@ -1,3 +1,5 @@
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -17,53 +19,47 @@ from tune_study.placement.time_estimate import (
     estimate_run_seconds,
     estimate_sampling_seconds,
     estimate_update_flops,
+    format_estimate,
     format_time_line,
 )
 from tune_study.plan.study_plan import ResourcePlan
 
-SMALL = ModelShape(
-    vocab_size=10,
-    hidden_size=4,
-    intermediate_size=6,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    tie_word_embeddings=True,
-)
+SIZES = {"hidden_size": 4, "intermediate_size": 6, "num_attention_heads": 2, "num_key_value_heads": 1}
+SMALL = ModelShape.model_validate({**SIZES, "vocab_size": 10, "num_hidden_layers": 2, "tie_word_embeddings": True})
 H100_RATES = GpuRates(989e12, 3.35e12)
 
 
 def test_every_weight_of_the_trunk_multiplies_every_token() -> None:
     # Two blocks with their projections, biases of queries, keys and values, and gains; and the gain of the final norm.
     block = 4 * 4 + 4 * 2 + 4 * 2 + 4 * 4 + 3 * 4 * 6 + (4 + 2 + 2) + (4 + 4)
-    for is_tied in (True, False):
-        shape = SMALL.model_copy(update={"tie_word_embeddings": is_tied})
-        assert shape.block_weights == (block + 4 / 2, 0)
+    assert SMALL.block_weights == (block + 4 / 2, 0)
+    assert SMALL.model_copy(update={"tie_word_embeddings": False}).block_weights == SMALL.block_weights
 
 
 def estimate_pass_flops(rows: int, tokens: int, with_head: bool) -> float:
     return rows * estimate_forward_flops(SMALL, [tokens], tokens, SMALL.vocab_size if with_head else 0)
 
 
-def test_passes_of_an_update_by_hand() -> None:
-    def estimate_flops(**changes: object) -> float:
-        return estimate_update_flops(
-            SMALL, apply_overrides(RunConfig(), {key.replace("__", "."): value for key, value in changes.items()})
-        )
+# Settings, and passes of policy and critic in an update, of which the published one has a pass for the log-probs of the
+# tokens that vLLM sampled.
+PASSES: list[tuple[Mapping[str, object], int, int]] = [
+    ({}, 4 + 1, 5),
+    ({"rollout.recompute_logprobs": False}, 4, 5),
+    ({"rollout.name": "torch"}, 4, 5),
+    ({"rollout.name": "torch", "rollout.weight_noise": 0.1}, 4 + 1, 5),
+    ({"model.enable_gradient_checkpointing": False}, 3 + 1, 4),
+    ({"actor.use_kl_loss": True}, 5 + 1, 5),
+    ({"algorithm.adv_estimator": "grpo", "actor.ppo_epochs": 2}, 8 + 1, 0),
+    ({"actor.policy_loss": "tpo", "algorithm.adv_estimator": "group_skill", "actor.ppo_epochs": 2}, 10 + 1, 0),
+    ({"critic.shared_trunk": True}, 4 + 1, 1),
+    ({"model.lora_rank": 8}, 3 + 1, 4),
+]
 
-    policy, critic = estimate_pass_flops(128, 3600, True), estimate_pass_flops(128, 3600, False)
-    # The update, and the log-probs of the tokens that vLLM sampled.
-    assert estimate_flops() == pytest.approx((4 + 1) * policy + 5 * critic)
-    assert estimate_flops(rollout__recompute_logprobs=False) == pytest.approx(4 * policy + 5 * critic)
-    assert estimate_flops(rollout__name="torch") == pytest.approx(4 * policy + 5 * critic)
-    assert estimate_flops(rollout__name="torch", rollout__weight_noise=0.1) == estimate_flops()
-    assert estimate_flops(model__enable_gradient_checkpointing=False) == pytest.approx((3 + 1) * policy + 4 * critic)
-    assert estimate_flops(actor__use_kl_loss=True) == pytest.approx((5 + 1) * policy + 5 * critic)
-    assert estimate_flops(algorithm__adv_estimator="grpo", actor__ppo_epochs=2) == pytest.approx((8 + 1) * policy)
-    tpo = {"actor__policy_loss": "tpo", "algorithm__adv_estimator": "group_skill", "actor__ppo_epochs": 2}
-    assert estimate_flops(**tpo) == pytest.approx((10 + 1) * policy)
-    assert estimate_flops(critic__shared_trunk=True) == pytest.approx((4 + 1) * policy + critic)
-    assert estimate_flops(model__lora_rank=8) == pytest.approx((3 + 1) * policy + 4 * critic)
+
+@pytest.mark.parametrize(("settings", "policy_passes", "critic_passes"), PASSES)
+def test_passes_of_an_update_by_hand(settings: Mapping[str, object], policy_passes: int, critic_passes: int) -> None:
+    flops = policy_passes * estimate_pass_flops(128, 3600, True) + critic_passes * estimate_pass_flops(128, 3600, False)
+    assert estimate_update_flops(SMALL, apply_overrides(RunConfig(), settings)) == pytest.approx(flops)
 
 
 @pytest.mark.parametrize(("sampler", "weight_bytes", "waves"), [("vllm", 2, 3), ("torch", 4, 1)])
@@ -93,28 +89,31 @@ def test_a_run_is_its_steps_validations_and_tests() -> None:
 def test_a_longer_name_comes_before_what_it_holds() -> None:
     names = list(time_estimate._GPU_RATES)
     assert not [
-        (earlier_name, later_name)
-        for i, earlier_name in enumerate(names)
-        for later_name in names[i + 1 :]
-        if earlier_name in later_name
+        (name, later_name) for i, name in enumerate(names) for later_name in names[i:] if name in later_name[1:]
     ]
 
 
-def test_a_card_of_unknown_rates_has_no_estimate() -> None:
-    plan = make_study_plan({})
+@pytest.mark.parametrize(
+    ("settings", "further_gpus", "has_line"),
+    [
+        ({}, [], True),
+        ({}, ["Tesla T4"], False),
+        ({"trainer.strategy": "deepspeed", "trainer.offload_optimizer": True}, [], False),
+        ({"model.dtype": "float32"}, [], False),
+    ],
+)
+def test_the_time_on_gpus_of_known_rates(
+    settings: Mapping[str, object], further_gpus: list[str], has_line: bool
+) -> None:
+    plan = make_study_plan(settings)
     resource_plan = preflight(plan, None, FOUR_GPUS, 2, None, is_real=False)
     gpu_plan = plan_memory(plan, resource_plan, H100, NO_MODELS)
     assert gpu_plan is not None
-    cards = ["NVIDIA H100 80GB HBM3"] * 4
-    for names in ([], [*cards, "Tesla T4"]):
-        assert format_time_line(plan, resource_plan, gpu_plan, names) == ""
-    line = format_time_line(plan, resource_plan, gpu_plan, cards)
-    assert line.startswith("Time: at most about ")
-    assert "runs, with conversations of 3600 tokens, at 40% of 989 TFLOP/s and 50% of 3.35 TB/s" in line
-    for settings in ({"trainer.strategy": "deepspeed", "trainer.offload_optimizer": True}, {"model.dtype": "float32"}):
-        plan = make_study_plan(settings)
-        gpu_plan = plan_memory(plan, resource_plan, H100, NO_MODELS)
-        assert format_time_line(plan, resource_plan, gpu_plan, cards) == ""
+    line = format_time_line(plan, resource_plan, gpu_plan, ["NVIDIA H100 80GB HBM3"] * 4 + further_gpus)
+    seconds = estimate_run_seconds(gpu_plan.shape, gpu_plan.config, H100_RATES) * math.ceil(len(plan.runs) / 4)
+    expected = f"Time: at most about {format_estimate(seconds)} for these 6 runs, with conversations of full length"
+    assert line == (expected if has_line else "")
+    assert format_time_line(plan, resource_plan, gpu_plan, []) == ""
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])

@@ -74,8 +74,8 @@ def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
 
 def test_a_study_continues_with_the_recorded_texts_only(tmp_path: Path) -> None:
     entry = SourceFile("elsewhere/kept_loss.py", PartFile("", LOSS).sha256, LOSS)
-    with pytest.raises(PlanError, match=r"name them yourself with --code elsewhere/kept_loss\.py"):
-        check_recorded_files(tmp_path, [entry])
+    with pytest.raises(PlanError, match=r"yourself with --code elsewhere/kept_loss\.py --code gone\.py, where"):
+        check_recorded_files(tmp_path, [entry, SourceFile("gone.py", "0", "")])
     Path("kept_loss.py").write_text(LOSS.replace("-(", "-2 * ("))
     load_typed_files(["kept_loss.py"])
     with pytest.raises(
@@ -122,9 +122,3 @@ def test_a_game_brings_its_settings_and_typed_ones_take_precedence(tmp_path: Pat
     assert_refused(
         type_words(*words, "bandit.py:Bandit"), "has an attribute `settings` that is no mapping of settings to values"
     )
-
-
-def test_all_missing_files_are_named_at_once(tmp_path: Path) -> None:
-    entries = [SourceFile(f"gone{number}.py", "0", "") for number in (1, 2)]
-    with pytest.raises(PlanError, match=r"name them yourself with --code gone1\.py --code gone2\.py, where"):
-        check_recorded_files(tmp_path, entries)

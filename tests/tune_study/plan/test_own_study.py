@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.sweep import findings
-from search_spaces.declaration.study import Axis, Study, make_grid_axis
+from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.family import PPO, as_run_config
 from tests.fakes.command_line import assert_refused, get_output, type_words
 from tests.fakes.plans import plan_study
@@ -45,7 +45,7 @@ def test_several_settings_make_a_grid_of_named_arms(tmp_path: Path) -> None:
     configs = [as_run_config(spec.config) for spec in plan.runs]
     settings = [(config.actor.lr, config.algorithm.adv_estimator) for config in configs]
     assert settings == [(float(rate), estimator) for rate, estimator in points]
-    assert plan.baseline == "lr1e-4-adv_estimatorgae"
+    assert (plan.baseline, study.axis.setting) == ("lr1e-4-adv_estimatorgae", "actor.lr x algorithm.adv_estimator")
 
 
 def test_new_never_writes_over_a_file(tmp_path: Path) -> None:
@@ -73,11 +73,16 @@ GOOD = format_study("my-lr", {"actor.lr": ("1e-4", "1e-3")})
         ),
         ("STUDY = 3\n", "s.py", "has no Study called STUDY"),
         ("\0", "s.py", "s.py"),
+        (b"\xff\xfe", "s.py", "can't decode byte 0xff"),
+        ("x = 1\n", "folder.py", "There is no file folder.py"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_explained(tmp_path: Path, text: str | None, typed: str, message: str) -> None:
+def test_a_file_that_cannot_be_used_is_explained(
+    tmp_path: Path, text: str | bytes | None, typed: str, message: str
+) -> None:
+    (tmp_path / "folder.py").mkdir()
     if text is not None:
-        (tmp_path / "s.py").write_text(text)
+        (tmp_path / "s.py").write_bytes(text.encode() if isinstance(text, str) else text)
     code, output, error = type_words("run", typed, "--preset", "laptop", "--dry-run")
     assert (code, output) == (2, "")
     assert message in error
@@ -135,15 +140,6 @@ def test_the_names_that_a_plan_accepts_can_be_read_again(text: str, special: str
     assert len(plan.runs[0].checkpoint_dir.parts) == len(plan.runs[1].checkpoint_dir.parts)
 
 
-def test_a_file_that_is_no_text_is_explained(tmp_path: Path) -> None:
-    (tmp_path / "s.py").write_bytes(b"\xff\xfe")
-    with pytest.raises(PlanError, match="can't decode byte 0xff"):
-        load_own_study("s.py")
-    (tmp_path / "folder.py").mkdir()
-    with pytest.raises(PlanError, match=r"There is no file folder.py"):
-        load_own_study("folder.py")
-
-
 def test_a_study_of_one_preset_names_it(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text(GOOD.replace('"paper": ("1e-4", "1e-3"), ', ""))
     assert_refused(
@@ -151,12 +147,6 @@ def test_a_study_of_one_preset_names_it(tmp_path: Path) -> None:
         "has no values of actor.lr under preset paper: type --preset laptop",
     )
     assert type_words("run", "s.py", "--preset", "stress", "--dry-run")[0] == 0
-
-
-def test_a_grid_axis_has_every_combination_once() -> None:
-    axis = make_grid_axis({"actor.lr": ("1", "2", "3"), "actor.ppo_epochs": ("1", "2")})
-    assert len(axis.grids["laptop"]) == len(set(axis.grids["laptop"])) == len(axis.named_settings) == 6
-    assert axis.setting == "actor.lr x actor.ppo_epochs"
 
 
 def test_what_is_tested_stays_that_of_the_first_start(tmp_path: Path) -> None:

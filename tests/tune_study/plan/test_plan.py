@@ -107,12 +107,8 @@ def test_the_first_seed_of_every_arm_comes_first_and_later_ones_are_named() -> N
 def test_no_two_runs_share_a_name_or_a_place(seeds: int, values: list[str]) -> None:
     runs = make_study_plan("kl", ",".join(values), seeds).runs
     assert len(runs) == seeds * len(values)
-    for names in (
-        [spec.run_id for spec in runs],
-        [spec.log_path for spec in runs],
-        [spec.checkpoint_dir for spec in runs],
-    ):
-        assert len(set(names)) == len(runs)
+    for name in ("run_id", "log_path", "checkpoint_dir"):
+        assert len({getattr(spec, name) for spec in runs}) == len(runs)
 
 
 def test_presets_bring_their_grid_seeds_and_settings() -> None:

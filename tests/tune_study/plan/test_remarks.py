@@ -1,6 +1,5 @@
 """Remarks about settings with which nothing is left to learn: where they appear, and the arithmetic behind them."""
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,23 +7,23 @@ from pkgutil import resolve_name
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from sandboxes.distillation.settings import REMARKS as DISTILLATION_REMARKS
 from sandboxes.update_rules.family import REMARKS as UPDATE_RULE_REMARKS
 from search_spaces.catalog import STUDIES
 from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.family import PPO
+from tests.fakes.command_line import get_output
 from tests.fakes.plans import plan_study
 from tests.strategies.examples import thin_out
 from trainable.algo.advantages import group_skill, grpo, reinforce_plus_plus_baseline, rloo
 from trainable.algo.filters import compute_group_scores, parse_rule, select_groups
 from trainable.config.choices import ADVANTAGE_ESTIMATORS, FILTER_METRICS
 from trainable.families import Remark, list_families
-from tune_study.commands.cli import app
 from tune_study.plan import remarks
 from tune_study.plan.remarks import PPO_REMARKS
 from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.plan.typed_settings import collect_overrides
 
 REMARKS = [*PPO_REMARKS, *UPDATE_RULE_REMARKS, *DISTILLATION_REMARKS]
 TOP_K = "method=OPDTopKReverseKL vocab_size=8 warmup_steps=0"
@@ -51,42 +50,32 @@ def test_every_remark_has_a_case() -> None:
     assert sum(map(len, tables)) == len(REMARKS) == len(CASES)
 
 
-def print_plan(study: str, settings: str) -> list[str]:
-    """Type in a dry run, and return its remarks."""
-    assignments = " ".join(f"--set {assignment}" for assignment in settings.split())
-    # As on a wide terminal, so that no line is broken.
-    result = CliRunner().invoke(
-        app, shlex.split(f"run {study} --preset laptop --dry-run {assignments}"), env={"COLUMNS": "1000"}
-    )
-    assert result.exit_code == 0, result.output
-    return [line for line in result.stdout.splitlines() if line.startswith("Remark: ")]
+def find_remarks(plan: StudyPlan) -> tuple[str, ...]:
+    """The lines of a plan's remarks."""
+    return tuple(map(str, remarks.find_remarks(plan)))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("remark", "case"), list(zip(REMARKS, CASES, strict=True)))
-def test_a_remark_is_in_the_plan_of_its_settings_and_not_of_the_nearest_others(
+def test_a_remark_is_of_its_settings_and_not_of_the_nearest_others(
     remark: Remark, case: tuple[str, str, str, str]
 ) -> None:
     study, common, settings, harmless = case
     ending = remark.sentence.rpartition("}")[2]
-    (line,) = [line for line in print_plan(study, f"{common} {settings}") if ending in line]
-    assert any(assignment.partition("=")[0] in line for assignment in f"{common} {settings}".split())
+    typed, nearest = (
+        collect_overrides(STUDIES[study], {}, f"{common} {text}".split()) for text in (settings, harmless)
+    )
+    (line,) = [line for line in find_remarks(plan_study(Path("out"), None, study=study, **typed)) if ending in line]
+    assert any(setting in line for setting in typed)
     assert "{" not in line
-    assert not any(ending in line for line in print_plan(study, f"{common} {harmless}"))
+    assert not any(ending in line for line in find_remarks(plan_study(Path("out"), None, study=study, **nearest)))
 
 
 @pytest.mark.long
-def test_a_setting_without_effect_is_in_the_plan() -> None:
-    (line,) = print_plan("entropy", "trainer.zero_stage=1")
-    assert line.startswith(
-        "Remark: trainer.zero_stage=1 has no effect: torch updates on one device. To use DeepSpeed, "
-    )
-    assert print_plan("entropy", "trainer.zero_stage=1 trainer.strategy=deepspeed") == []
-
-
-def find_remarks(plan: StudyPlan) -> tuple[str, ...]:
-    """The lines of a plan's remarks."""
-    return tuple(map(str, remarks.find_remarks(plan)))
+def test_a_setting_without_effect_is_in_the_printed_plan() -> None:
+    line = "run entropy --preset laptop --dry-run --set trainer.zero_stage=1"
+    text = "Remark: trainer.zero_stage=1 has no effect: torch updates on one device. To use DeepSpeed, "
+    assert text in " ".join(get_output(line).split())
+    assert "Remark" not in get_output(f"{line} --set trainer.strategy=deepspeed")
 
 
 def make_axis_plan(setting: str, values: Sequence[str], settings: Mapping[str, object]) -> StudyPlan:
@@ -132,24 +121,6 @@ def test_arms_with_the_settings_of_the_baseline_are_in_the_plan() -> None:
     plan = plan_study(Path("out"), None, study=replace(STUDIES["kl"], axis=axis, baseline="a"))
     (line,) = find_remarks(plan)
     assert line == ("Remark: arm b differs from the baseline a in no setting, so the rows will equal the baseline's.")
-
-
-def test_the_settings_that_shipped_studies_declare_and_no_arm_reads_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    # They are published, and read if somebody changes others; without this exemption they would have remarks.
-    monkeypatch.setattr(remarks, "STUDIES", {})
-    plans = [
-        plan_study(Path("out"), None, study=study, preset=preset)
-        for study in STUDIES.values()
-        for preset in study.family.presets
-    ]
-    settings = {remark.removeprefix("Remark: ").partition("=")[0] for plan in plans for remark in find_remarks(plan)}
-    assert settings == {
-        "filter.rollout_filter_top_p_prob_mode",  # of the sweeps
-        "actor.kl_loss_type",  # of gradient-analysis
-        "actor.clip_ratio_high",  # of tree-grpo
-        "actor.ppo_mini_batch_size",
-        "actor.ppo_micro_batch_size_per_gpu",
-    }
 
 
 def test_a_setting_without_effect_is_found_in_a_declaration_too() -> None:

@@ -35,12 +35,15 @@ def test_other_colons_are_no_credentials(uri: str) -> None:
     check_uri(uri)
 
 
-@pytest.mark.parametrize("text", ["s3:KEY:HIDDEN@b/p", "HIDDEN@b/p", "s3:HIDDEN", " s3:HIDDEN/p", "S3://k:HIDDEN@b/p"])
-def test_what_may_contain_credentials_is_refused_and_not_repeated(text: str) -> None:
-    with pytest.raises(PlanError, match="contains a user name with a password, a key or a token") as raised:
+SECRETS = ["s3:KEY:HIDDEN@b/p", "HIDDEN@b/p", "s3:HIDDEN", " s3:HIDDEN/p", "S3://k:HIDDEN@b/p"]
+UNKNOWN = ["nope://bucket/x", "s3:/bucket/x", "s3://bucket/x?region", "gs://bucket/x#part"]
+
+
+@pytest.mark.parametrize("text", SECRETS + UNKNOWN)
+def test_what_is_no_storage_or_may_contain_credentials_is_refused_and_not_repeated(text: str) -> None:
+    with pytest.raises(PlanError, match="no URI that is accepted, or contains a user name with a password") as raised:
         check_uri(text)
-    assert "HIDDEN" not in str(raised.value)
-    assert "b/p" not in str(raised.value)
+    assert not [part for part in ("HIDDEN", "b/p", "bucket/x") if part in str(raised.value)]
 
 
 # Where a secret can be in a URI. The first two are spellings from the documents of AWS and Azure.
@@ -91,12 +94,6 @@ def test_a_secret_in_any_spelling_is_refused_and_in_no_message(place: str, secre
     with pytest.raises(PlanError) as raised:
         check_uri(uri)
     assert secret not in str(raised.value)
-
-
-@pytest.mark.parametrize("uri", ["nope://bucket/x", "s3:/bucket/x", "s3://bucket/x?region", "gs://bucket/x#part"])
-def test_what_is_no_storage_is_refused(uri: str) -> None:
-    with pytest.raises(PlanError, match="no URI that is accepted"):
-        check_uri(uri)
 
 
 @given(st.lists(st.from_regex(r"[a-z0-9_.-]{1,8}", fullmatch=True).filter(lambda name: name.strip(".")), min_size=1))

@@ -23,7 +23,7 @@ from trainable.models.load import Policy, load_policy, make_critic, make_frozen_
 from trainable.rollout.kv_cache_size import compute_token_kv_bytes
 from tune_study.placement import memory
 from tune_study.placement.model_files import check_model
-from tune_study.placement.model_size import list_trained_sizes, read_model_shape
+from tune_study.placement.model_size import count_trained_parameters, read_model_shape
 from tune_study.plan.errors import PlanError
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def test_parameters_are_counted_from_the_config_alone(model_type: str, tmp_path:
     assert isinstance(model, HubModel)
     critic = make_critic(Policy(model, None, Path()), make_rng(0, "critic"), CPU)
     assert shape.parameters == sum(weight.numel() for weight in model.parameters())
-    assert sum(list_trained_sizes(shape, RunConfig())["critic"]) == sum(
+    assert count_trained_parameters(shape, RunConfig())["critic"] == sum(
         weight.numel() for weight in critic.parameters()
     )
     assert (shape.hidden_size, shape.vocab_size) == (model.shape.hidden_size, model.shape.vocab_size)
