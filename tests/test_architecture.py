@@ -29,7 +29,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "trainable.config": ("trainable.files", "trainable.algo.names"),
     "trainable.algo": (),
     "trainable.runs": ("trainable.config", "trainable.files"),
-    "trainable.envs": ("trainable.config",),
+    "trainable.envs": ("trainable.config", "trainable.files"),
     "trainable.envs.sokoban": ("trainable.config", "trainable.envs"),
     "trainable.envs.games": ("trainable.config", "trainable.envs", "trainable.envs.sokoban"),
     "trainable.kernels": ("trainable.files",),
