@@ -33,7 +33,6 @@ from trainable.ppo.evaluation import (
     Evaluation,
     estimate_mean_kl,
     make_evaluation,
-    make_evaluation_key,
     measure_episodes,
     number_classes,
     record_episode,
@@ -70,11 +69,6 @@ BUDGET_COLUMNS = ("optimizer_steps", "env_steps", "sampled_tokens", "trained_tok
 """Filters change these numbers, so comparisons of filters must report them."""
 MISMATCH_COLUMNS = ("engine_mismatch_mean", "engine_mismatch_max", "engine_kl", "engine_ess_fraction")
 """The columns of a `LogprobMismatch`."""
-BASE_EVALUATIONS: dict[str, list[Evaluation]] = {}
-"""The validations of untrained policies in this process, by key (see `make_evaluation_key`). On the CPU, a process
-trains several runs, and runs of a seed share their first policy."""
-MAX_BASE_EVALUATIONS = 32
-"""The runs of a seed follow each other, so few validations are needed at a time."""
 
 
 class StepOutput(NamedTuple):
@@ -182,7 +176,7 @@ class PPOTrainer:
         clock, timer, config = Clock(), PhaseTimer(self.device), self.config
         # A restored trainer is past step 0, so each run has the base policy's validation once.
         is_first = self.step_index == 0 and config.trainer.val_before_train
-        base_evaluations = self._validate_base(timer) if is_first else []  # 0
+        base_evaluations = self._validate(timer, "sampled", "greedy") if is_first else []  # 0
         # After the validation, which belongs to step 0.
         self.step_index += 1
         plan = plan_step(self.step_index, config)
@@ -482,21 +476,6 @@ class PPOTrainer:
         return coefficient
 
     # ------------------------------------------------------------------ evaluation
-
-    def _validate_base(self, timer: PhaseTimer) -> list[Evaluation]:
-        """Evaluate the untrained policy on all validation levels, sampled and greedy, unless this process has done so.
-
-        There is no cache on GPUs, where each run has a new process, or with several ranks, which evaluate together.
-        """
-        modes = ("sampled", "greedy")
-        if self.device.type != "cpu" or self.world.size > 1:
-            return self._validate(timer, *modes)
-        key = make_evaluation_key(self.config, self.model.state_dict(), self.reference_fingerprint)
-        if key not in BASE_EVALUATIONS:
-            BASE_EVALUATIONS[key] = self._validate(timer, *modes)
-            if len(BASE_EVALUATIONS) > MAX_BASE_EVALUATIONS:
-                del BASE_EVALUATIONS[next(iter(BASE_EVALUATIONS))]
-        return BASE_EVALUATIONS[key]
 
     def _validate(self, timer: PhaseTimer, *modes: str) -> list[Evaluation]:
         """Evaluate all validation levels in each of `modes`."""
