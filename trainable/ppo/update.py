@@ -55,14 +55,8 @@ class Targets(NamedTuple):
 
     def select_rows(self, index: Tensor, longest: int) -> "Targets":
         """Select the targets of the episodes at `index` (N,), cut to `longest` tokens."""
-        return Targets(
-            advantages=self.advantages[index, :longest],
-            returns=self.returns[index, :longest],
-            values=self.values[index, :longest],
-            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[index, :longest],
-            sequence_weights=None if self.sequence_weights is None else self.sequence_weights[index],
-            loss_weights=None if self.loss_weights is None else self.loss_weights[index, :longest],
-        )
+        selected = (None if tensor is None else tensor[index] for tensor in self)
+        return Targets(*(rows if rows is None or rows.dim() == 1 else rows[:, :longest] for rows in selected))
 
 
 class PassInputs(NamedTuple):
