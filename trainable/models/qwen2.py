@@ -241,7 +241,7 @@ class Qwen2Trunk(Trunk):
 
     def _run_compiled(self, tokens: Tensor, packed: PackedRows) -> Tensor:
         """Run all blocks in compiled code and return the residual stream at the requested positions."""
-        from trainable.kernels.layer import LayerInputs, run_stream_layer
+        from trainable.kernels.layer import LayerInputs, StreamLayer
 
         shape, settings = self.shape, self.pass_settings
         obstacle = find_size_obstacle(
@@ -277,7 +277,7 @@ class Qwen2Trunk(Trunk):
         x = self.embed_tokens(tokens.flatten().index_select(0, packed.source_indices))
         for layer_index, layer in enumerate(self.blocks):
             is_last = layer_index == len(self.layers) - 1
-            x = run_stream_layer(x, last_inputs if is_last else inputs, layer.list_weights())
+            x = StreamLayer.apply(x, last_inputs if is_last else inputs, *layer.list_weights())
         return x.index_select(0, torch.empty_like(order).scatter_(0, order, torch.arange(len(order))))
 
     def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:

@@ -60,17 +60,6 @@ def plan_step(step: int, config: RunConfig) -> StepPlan:
     )
 
 
-class Clock:
-    """Measures wall time and CPU time (of all threads of this process) since its creation."""
-
-    def __init__(self) -> None:
-        self._start, self._cpu_start = time.perf_counter(), time.process_time()
-
-    def read(self) -> tuple[float, float]:
-        """Return the seconds of wall time and of CPU time so far."""
-        return time.perf_counter() - self._start, time.process_time() - self._cpu_start
-
-
 class PhaseTimer:
     """Measures the phases of one step on `device`. If a phase occurs twice, its times are added.
 
@@ -88,6 +77,11 @@ class PhaseTimer:
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = {}
         self._device = device
+        self._start, self._cpu_start = time.perf_counter(), time.process_time()
+
+    def read(self) -> tuple[float, float]:
+        """Return the seconds of wall time, and of CPU time of all threads of this process, since the creation."""
+        return time.perf_counter() - self._start, time.process_time() - self._cpu_start
 
     @contextmanager
     def measure(self, phase: Phase) -> Iterator[None]:

@@ -42,7 +42,6 @@ from trainable.ppo.evaluation import (
     summarize_validation,
 )
 from trainable.ppo.phases import (
-    Clock,
     PhaseTimer,
     StepPlan,
     compute_mfu,
@@ -173,7 +172,7 @@ class PPOTrainer:
         A step without a batch has a row, and a validation if due, but no updates. Raises NonFiniteError if the run
         cannot continue (see `check_finite`), and EngineMismatchError if the engine's log-probs differ after a sync.
         """
-        clock, timer, config = Clock(), PhaseTimer(self.device), self.config
+        timer, config = PhaseTimer(self.device), self.config
         # A restored trainer is past step 0, so each run has the base policy's validation once.
         is_first = self.step_index == 0 and config.trainer.val_before_train
         base_evaluations = self._validate(timer, "sampled", "greedy") if is_first else []  # 0
@@ -221,7 +220,7 @@ class PPOTrainer:
             **budget,
             **{f"total_{name}": number for name, number in self.total_budget.items()},
             **{f"base_{name}": number for name, number in base_columns.items()},
-            **self._measure_timing(clock, timer, episodes, prepared),
+            **self._measure_timing(timer, episodes, prepared),
             "tokens_per_second": budget["sampled_tokens"] / timer.seconds["rollout"],
         }
         row = {name: number for name, number in columns.items() if number is not None}
@@ -352,13 +351,7 @@ class PPOTrainer:
             )  # 5
         filter_scale = compute_filter_loss_scale(config.actor.filter_loss_scaling, groups_kept, num_groups)
         targets = make_targets(
-            batch,
-            values,
-            ref_logprobs,
-            config.algorithm,
-            self.kl_coef,
-            filter_scale,
-            config.env.kind.has_trees,
+            batch, values, ref_logprobs, config.algorithm, self.kl_coef, filter_scale, config.env.kind.has_trees
         )  # 6
         return PreparedBatch(batch, targets, make_update_order(batch, config.actor.loss.needs_whole_groups))
 
@@ -488,12 +481,12 @@ class PPOTrainer:
         Sampled validations are part of the training steps (see `plan_step`). row: the last row of the run. Returns it
         with the results, and with the time of the evaluation, which counts as validation.
         """
-        clock, row = Clock(), row or {}
+        timer, row = PhaseTimer(self.device), row or {}
         STEP_PHASE.enter("final evaluation")
         greedy_evaluation = self.evaluate("val", "greedy")
         test_evaluations = [self.evaluate("test", mode) for mode in ("sampled", "greedy")] if self.test_levels else []
         test_success, test_greedy_success = [evaluation.success for evaluation in test_evaluations] or (None, None)
-        seconds, cpu_seconds = clock.read()
+        seconds, cpu_seconds = timer.read()
         self.seconds_total += seconds
         added_times = dict.fromkeys(("seconds_validation", "seconds_step", "seconds_total"), seconds)
         final_row = {
@@ -575,7 +568,7 @@ class PPOTrainer:
         return budget
 
     def _measure_timing(
-        self, clock: Clock, timer: PhaseTimer, episodes: Sequence[Episode], prepared: PreparedBatch | None
+        self, timer: PhaseTimer, episodes: Sequence[Episode], prepared: PreparedBatch | None
     ) -> dict[str, float]:
         """Measure seconds and MFU of the step's phases, and add the seconds of the step to the total of the run.
 
@@ -586,7 +579,7 @@ class PPOTrainer:
         peak_flops_per_s = measure_peak_flops(self.device.type, self.model.model.pass_settings.dtype)
         # FLOP are summed over all ranks, so the peak must be, too.
         mfu = compute_mfu(flops, timer.seconds, peak_flops_per_s * self.world.size)
-        seconds, cpu_seconds = clock.read()
+        seconds, cpu_seconds = timer.read()
         self.seconds_total += seconds
         return {
             **{f"seconds_{phase}": phase_seconds for phase, phase_seconds in timer.seconds.items()},

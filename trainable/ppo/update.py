@@ -14,14 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainable.algo import losses
 from trainable.algo.batching import split_by_tokens
-from trainable.algo.losses import (
-    compute_importance_weights,
-    compute_log_ratio,
-    estimate_kl,
-    ppo_clip_loss,
-    value_clip_loss,
-)
 from trainable.algo.reductions import compute_loss_weights
 from trainable.algo.target_policy import target_policy_loss
 from trainable.algo.vocabulary import compute_token_statistics, logprobs_from_hidden
@@ -207,7 +201,7 @@ def _run_optimizer_steps(
 
 def compute_value_loss(values: Tensor, inputs: PassInputs, cliprange: float, meter: Meter) -> Tensor:
     """Compute the clipped value loss of one pass. values: (N,) at its trained tokens."""
-    token_loss = value_clip_loss(
+    token_loss = losses.value_clip_loss(
         values, inputs.select_trained(inputs.targets.values), inputs.select_trained(inputs.targets.returns), cliprange
     )
     weighted_loss = (inputs.weights * token_loss.loss).sum()
@@ -335,7 +329,7 @@ class ActorUpdate:
             if token_kl is None:
                 assert inputs.targets.ref_logprobs is not None
                 ref_logprobs = inputs.select_trained(inputs.targets.ref_logprobs)
-                token_kl = estimate_kl(statistics.logprobs, ref_logprobs, settings.kl_loss_type)
+                token_kl = losses.estimate_kl(statistics.logprobs, ref_logprobs, settings.kl_loss_type)
             kl = (inputs.weights * token_kl).sum()
             meter.add(tokens=0, loss_terms={"kl_loss": kl.detach()}, token_sums={})
             terms["kl"] = settings.kl_loss_coef * kl
@@ -347,7 +341,7 @@ class ActorUpdate:
     def _compute_task_loss(self, inputs: PassInputs, logprobs: Tensor, meter: Meter) -> Tensor:
         """Compute the policy loss of one pass. logprobs: (N,) of its trained tokens under the current policy."""
         settings, old_logprobs = self.settings, inputs.select_trained(inputs.batch.logprobs)
-        ppo_kl_sum = -compute_log_ratio(logprobs.detach(), old_logprobs).sum()
+        ppo_kl_sum = -losses.compute_log_ratio(logprobs.detach(), old_logprobs).sum()
         if settings.loss.needs_pass_before_step:  # tpo: the weights of sequences were computed before this step
             meter.add(len(old_logprobs), loss_terms={}, token_sums={"ppo_kl": ppo_kl_sum})
             assert inputs.targets.sequence_weights is not None
@@ -357,7 +351,7 @@ class ActorUpdate:
             return -(inputs.select_trained(token_weights) * logprobs).sum()
         advantages, token_sums = inputs.select_trained(inputs.targets.advantages), {"ppo_kl": ppo_kl_sum}
         if settings.policy_loss in POLICY_LOSSES:
-            policy_loss = ppo_clip_loss(
+            policy_loss = losses.ppo_clip_loss(
                 logprobs,
                 old_logprobs,
                 advantages,
@@ -377,7 +371,7 @@ class ActorUpdate:
         # sampled tokens. RunConfig rejects them for tpo, which weights sequences.
         if settings.tis_imp_ratio_cap is not None:
             batch, (unit, kind) = inputs.batch, settings.tis_mode.split("_")
-            engine_weights, is_clipped = compute_importance_weights(
+            engine_weights, is_clipped = losses.compute_importance_weights(
                 batch.logprobs,
                 batch.engine_logprobs,
                 batch.mask,

@@ -98,7 +98,7 @@ class VllmSampler:
                 f"to {MAX_TEMPERATURE:g} (rollout.temperature, rollout.val_temperature), or sample in torch with --set "
                 f"rollout.name=torch."
             )
-        return VllmConversation(self.llm, self.settings.max_model_len, prompts, group_size, params, rng)
+        return VllmConversation(self.llm, prompts, group_size, params, rng)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy the policy's weights into the engine, reset its KV cache, and wake it.
@@ -193,36 +193,21 @@ class VllmConversation:
     """
 
     def __init__(
-        self,
-        llm: Any,
-        max_model_len: int,
-        prompts: Sequence[Sequence[int]],
-        group_size: int,
-        params: SamplingParams,
-        rng: RowStreams,
+        self, llm: Any, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
     ) -> None:
-        self.llm, self.max_model_len, self.params = llm, max_model_len, params
+        self.llm, self.params = llm, params
         self.histories = [list(prompt) for prompt in prompts for _ in range(group_size)]
         self.row_rngs = rng.spawn(len(self.histories))
 
     def submit(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> None:
         """Append new tokens to `rows` and request replies from the engine (see `Turns.submit`).
 
-        Raises ValueError if a row with a reply of full length could exceed the engine's max_model_len.
+        Callers leave room for a reply of full length, because vLLM would cut the reply at max_model_len.
         """
         from vllm.sampling_params import RequestOutputKind
 
         for row, row_tokens in zip(rows, new_tokens, strict=True):
-            history = self.histories[row]
-            history += row_tokens
-            needed_tokens = len(history) + self.params.max_new_tokens
-            if needed_tokens > self.max_model_len:  # vLLM would cut the reply there
-                raise ValueError(
-                    f"A conversation of {len(history)} tokens and a reply of {self.params.max_new_tokens} take "
-                    f"{needed_tokens}, and vLLM was started for {self.max_model_len}: raise the limit with --set "
-                    f"rollout.max_model_len={needed_tokens}, or shorten replies with --set rollout.response_length=N."
-                )
-        for row in rows:
+            self.histories[row] += row_tokens
             params = _make_vllm_params(
                 max_tokens=self.params.max_new_tokens,
                 temperature=self.params.temperature,
@@ -248,10 +233,7 @@ class VllmConversation:
         return sorted(replies.items())
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
-        """Append new tokens to `rows` and sample their replies (see `Conversation.sample_replies`).
-
-        Raises the errors of `submit` and `collect`.
-        """
+        """Append new tokens to `rows` and sample their replies (see `Conversation.sample_replies`)."""
         self.submit(rows, new_tokens)
         replies: dict[int, SampledReply] = {}
         while len(replies) < len(rows):
