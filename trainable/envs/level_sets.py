@@ -106,7 +106,7 @@ def collect_excluded_keys(environment: LevelSource[Any], test_levels: Iterable[L
     return collect_level_keys(test_levels) if environment.has_held_out_levels else frozenset()
 
 
-def make_searched_test_levels(environment: LevelSource[Any], count: int) -> list[Any]:
+def make_searched_test_levels(environment: Any, count: int) -> list[Any]:
     """Make the first `count` test levels, different up to symmetry and in no published set if there are enough."""
     levels = find_test_levels(environment)
     return list(
@@ -115,7 +115,7 @@ def make_searched_test_levels(environment: LevelSource[Any], count: int) -> list
 
 
 @lru_cache(maxsize=8)  # the search tries thousands of levels, and a process may train several runs
-def find_test_levels(environment: LevelSource[Any], count: int = TEST_LEVELS) -> tuple[Any, ...] | None:
+def find_test_levels(environment: Any, count: int = TEST_LEVELS) -> tuple[Any, ...] | None:
     """Find the first `count` test levels in the order of their seeds, all different and in no published set.
 
     Return None if 16 candidate seeds per test level do not give enough different levels.

@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -37,19 +36,19 @@ class LayerInputs(NamedTuple):
     tokens. heads, kv_heads: of the attention. eps: of the norms.
     """
 
-    cosines: npt.NDArray[np.float32]
-    sines: npt.NDArray[np.float32]
-    positions: npt.NDArray[np.int64]
-    starts: npt.NDArray[np.int64]
-    query_positions: npt.NDArray[np.int64]
-    query_starts: npt.NDArray[np.int64]
+    cosines: compiled.Floats
+    sines: compiled.Floats
+    positions: compiled.Integers
+    starts: compiled.Integers
+    query_positions: compiled.Integers
+    query_starts: compiled.Integers
     query_indices: Tensor | None
     heads: int
     kv_heads: int
     eps: float
 
     @property
-    def attention_arguments(self) -> tuple[Any, ...]:
+    def attention_arguments(self) -> tuple[compiled.Integers, compiled.Integers, compiled.Integers, int, int]:
         """The arguments of the compiled attention that do not depend on the weights."""
         return self.starts, self.query_positions, self.query_starts, self.heads, self.kv_heads
 
@@ -94,7 +93,8 @@ class StreamLayer(torch.autograd.Function):
         x, normed, inverses, qkv, attention, log_totals = saved_tensors[:6]
         residual, mlp_normed, mlp_inverses, gate_up, gated = saved_tensors[6:11]
         qkv_weight, gate_up_weight, attention_gain, output_weight, mlp_gain, down_weight = saved_tensors[11:]
-        inputs, head_size = ctx.inputs, ctx.head_size
+        inputs: LayerInputs = ctx.inputs
+        head_size: int = ctx.head_size
         y_grad = y_grad.contiguous()
         gated_grad, gate_up_grad = y_grad @ down_weight, torch.empty_like(gate_up)
         compiled.apply_gate_backward(gate_up.numpy(), gated_grad.numpy(), gate_up_grad.numpy())
@@ -107,10 +107,8 @@ class StreamLayer(torch.autograd.Function):
         else:
             x_grad = torch.zeros_like(x).index_copy_(0, inputs.query_indices, residual_grad)
             qkv_grad = torch.zeros_like(qkv)
-        gradients = (residual_grad @ output_weight).numpy(), qkv_grad.numpy()
-        compiled.attend_stream_backward(
-            qkv.numpy(), *inputs.attention_arguments, attention.numpy(), log_totals.numpy(), *gradients
-        )
+        arguments = (qkv.numpy(), *inputs.attention_arguments, attention.numpy(), log_totals.numpy())
+        compiled.attend_stream_backward(*arguments, (residual_grad @ output_weight).numpy(), qkv_grad.numpy())
         _rotate(qkv_grad, inputs, head_size, -1)
         attention_gain_grad = torch.zeros_like(attention_gain)
         _normalize_backward(qkv_grad @ qkv_weight, x, attention_gain, inverses, x_grad, attention_gain_grad)

@@ -50,7 +50,7 @@ class Targets(NamedTuple):
     def select_rows(self, index: Tensor, longest: int) -> "Targets":
         """Select the targets of the episodes at `index` (N,), cut to `longest` tokens."""
         selected = (None if tensor is None else tensor[index] for tensor in self)
-        return Targets(*(rows if rows is None or rows.dim() == 1 else rows[:, :longest] for rows in selected))
+        return Targets._make(rows if rows is None or rows.dim() == 1 else rows[:, :longest] for rows in selected)
 
 
 class PassInputs(NamedTuple):

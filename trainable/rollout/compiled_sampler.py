@@ -103,8 +103,8 @@ class CompiledConversation(Conversation):
         logprobs, entropies = np.zeros((2, *uniforms.shape), dtype=np.float32)
         counts = np.zeros(len(rows), dtype=np.int64)
         stop_tokens = np.array([self.params.stop_token, *self.params.other_stop_tokens], dtype=np.int64)
-        inputs, outputs = (hidden, rows, self.lengths, uniforms), (token_ids, logprobs, entropies, counts)
-        compiled.sample_turn(*self._list_buffers(), *inputs, np.float32(temperature), stop_tokens, *outputs)
+        inputs = (*self._list_buffers(), hidden, rows, self.lengths, uniforms, np.float32(temperature), stop_tokens)
+        compiled.sample_turn(*inputs, token_ids, logprobs, entropies, counts)
         check_entropies(entropies, temperature)
         last_tokens = token_ids[np.arange(len(rows)), counts - 1]
         self.pending_tokens[rows] = last_tokens
