@@ -27,6 +27,7 @@ from trainable.envs.level_sets import make_run_levels
 from trainable.models.interface import LanguageModel, ValueModel
 from trainable.models.load import Policy, check_fingerprint, make_codec, pick_device, prepare_device
 from trainable.models.networks import make_networks
+from trainable.ppo import phases
 from trainable.ppo.evaluation import (
     Columns,
     Evaluation,
@@ -40,15 +41,7 @@ from trainable.ppo.evaluation import (
     summarize_rollout,
     summarize_validation,
 )
-from trainable.ppo.phases import (
-    PhaseTimer,
-    StepPlan,
-    compute_mfu,
-    estimate_rollout_flops,
-    estimate_training_flops,
-    measure_peak_flops,
-    plan_step,
-)
+from trainable.ppo.phases import PhaseTimer, StepPlan
 from trainable.ppo.targets import PreparedBatch, Selection, filter_episodes, make_targets
 from trainable.ppo.update import ActorUpdate, TokenFunction, compute_at_trained_tokens, update_critic
 from trainable.rollout.engine import Engine, make_engine, make_evaluation_engine
@@ -177,7 +170,7 @@ class PPOTrainer:
         base_evaluations = self._validate(timer, "sampled", "greedy") if is_first else []  # 0
         # After the validation, which belongs to step 0.
         self.step_index += 1
-        plan = plan_step(self.step_index, config)
+        plan = phases.plan_step(self.step_index, config)
         with timer.measure("rollout"), add_step(f"in step {self.step_index}"):
             episodes = self._collect_episodes()  # 1
         # Before anything that uses the episodes, since the run ends here if a log-prob is not finite.
@@ -572,11 +565,11 @@ class PPOTrainer:
 
         Phases that did not run have no columns.
         """
-        flops = {"rollout": estimate_rollout_flops(self.model.shape, list_rollouts(episodes))}
-        flops |= estimate_training_flops(self.model.shape, self.config, prepared.batch) if prepared else {}
-        peak_flops_per_s = measure_peak_flops(self.device.type, self.model.model.pass_settings.dtype)
+        flops = {"rollout": phases.estimate_rollout_flops(self.model.shape, list_rollouts(episodes))}
+        flops |= phases.estimate_training_flops(self.model.shape, self.config, prepared.batch) if prepared else {}
+        peak_flops_per_s = phases.measure_peak_flops(self.device.type, self.model.model.pass_settings.dtype)
         # FLOP are summed over all ranks, so the peak must be, too.
-        mfu = compute_mfu(flops, timer.seconds, peak_flops_per_s * self.world.size)
+        mfu = phases.compute_mfu(flops, timer.seconds, peak_flops_per_s * self.world.size)
         seconds, cpu_seconds = timer.read()
         self.seconds_total += seconds
         return {

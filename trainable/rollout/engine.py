@@ -143,7 +143,7 @@ class Engine:
 class SyncedSampler(Sampler, Protocol):
     """A sampler with its own copy of the policy's weights (see `trainable.rollout.vllm_sampler.VllmSampler`)."""
 
-    is_sleeping: bool
+    is_sleeping: bool = False
     """Whether its weights have been discarded until the next `update_weights`."""
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -154,21 +154,22 @@ class SyncedSampler(Sampler, Protocol):
 
     def sleep(self) -> None:
         """Discard the weights to free device memory, if supported."""
+        return
 
     def close(self) -> None:
         """Free all memory."""
+        return
 
 
-class CopySampler:
+class CopySampler(SyncedSampler):
     """Samples from `copy`, which has the policy's weights only after `update_weights`.
 
     It allows studying engines whose log-probs differ from the trainer's on any machine. copy: the policy's model,
-    loaded again. sampler: a sampler of `copy.model`.
+    loaded again, which never sleeps. sampler: a sampler of `copy.model`.
     """
 
     def __init__(self, copy: Policy, sampler: Sampler) -> None:
         self.model, self.sampler = copy.model, sampler
-        self.is_sleeping = False
 
     def start_conversation(
         self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
@@ -187,12 +188,6 @@ class CopySampler:
         """Compute log-probs (T - 1,) of each row's tokens after the first, at temperature 1."""
         device = self.model.model.embed_tokens.weight.device
         return [compute_row_logprobs(self.model, torch.tensor([ids], device=device)).cpu().numpy() for ids in token_ids]
-
-    def sleep(self) -> None:
-        """Do nothing: the copy stays in memory."""
-
-    def close(self) -> None:
-        """Do nothing: there is no engine to shut down."""
 
 
 class SyncedEngine(Engine):
