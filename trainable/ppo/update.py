@@ -233,8 +233,7 @@ class ActorUpdate:
     def run(self, batch: Batch, targets: Targets, order: Tensor) -> Meter:
         """Make all optimizer steps of the policy for one training step, over mini-batches of `order` (B,).
 
-        Returns the meter, summed over all ranks. Raises ValueError if the loss needs whole groups and a mini-batch
-        splits a group.
+        Returns the meter, summed over all ranks. If the loss needs whole groups, no mini-batch may split one.
         """
         meter, settings = Meter(), self.settings
 
@@ -267,16 +266,9 @@ class ActorUpdate:
         The advantages in `targets` are the skills of the episodes. The loss couples all rollouts of a group, but its
         gradient with respect to the log-probs of a rollout is a single number, the same for all tokens. These numbers
         are computed in passes over the complete mini-batch without gradients, so that the passes with gradients can be
-        split anywhere. Raises ValueError if `rows` splits a group.
+        split anywhere. `rows` must be whole groups.
         """
         mini_batch, world = batch.select_rows(rows), self.backend.world
-        # If a group is split, the batch has more episodes of the mini-batch's groups than the mini-batch.
-        if int(torch.isin(batch.group_ids, mini_batch.group_ids).sum()) != len(rows):
-            raise ValueError(
-                "A mini-batch of the tpo loss splits a group, and it must consist of whole groups: use "
-                "`make_update_order(batch, needs_whole_groups=True)`, and an actor.ppo_mini_batch_size that is a "
-                "multiple of env.group_size."
-            )
         # The size of a pass is given in rows as long as the longest episode. An episode longer than TOKENS_PER_PASS
         # gets a pass of one row.
         rows_per_pass = max(1, TOKENS_PER_PASS[mini_batch.tokens.device.type] // mini_batch.tokens.shape[1])

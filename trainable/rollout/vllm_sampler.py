@@ -106,29 +106,19 @@ class VllmSampler:
         returns, since vLLM waits for all tensors of a layer; clone tensors that share a buffer.
         """
         # Wake only the weights' memory, as vLLM's documentation of sleep mode recommends, because loading needs memory,
-        # too. `_restore_cache` below brings back the cache.
+        # too. The cache comes back below.
         if self.is_sleeping:
             with _lock_gpu_memory(self.settings.device):
                 self.llm.wake_up(tags=["weights"])
         detached_weights = ((name, weight.detach()) for name, weight in weights)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": detached_weights})
-        self._restore_cache()
-
-    def _restore_cache(self) -> None:
-        """Bring back the memory of the KV cache if the engine sleeps, and empty the prefix cache.
-
-        Raises RuntimeError if the cache cannot be emptied because replies are being sampled.
-        """
         if self.is_sleeping:
             with _lock_gpu_memory(self.settings.device):
                 self.llm.wake_up()
             self.is_sleeping = False
         # Otherwise keys of old weights are reused for the same prompts: in a test, log-probs were 3.9 nats off.
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError(
-                "vLLM cannot reset its prefix cache while replies are being sampled: let `sample_replies` return "
-                "before weights are synced."
-            )
+        is_empty = self.llm.reset_prefix_cache()
+        assert is_empty, "weights are synced while replies are being sampled"
 
     def sleep(self) -> None:
         """Free the GPU memory of weights and cache until `update_weights`. No conversation may be open.

@@ -63,11 +63,7 @@ def compute_equal_share(sizes: SetSizes, levels: int, samples: int, group_size: 
     Example:
         >>> compute_equal_share({3: 1, 4: 1}, levels=2, samples=4, group_size=2)  # 3 of 6 pairs, and all of them
         0.75
-
-    Degenerate: K < G is a ValueError.
     """
-    if not 2 <= group_size <= samples:
-        raise ValueError(f"groups of {group_size}: type 2 to {samples}")
     equal_subsets = sum(count * math.comb(size, group_size) for size, count in sizes.items())
     return equal_subsets / (levels * math.comb(samples, group_size))
 

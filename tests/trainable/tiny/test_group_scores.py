@@ -42,12 +42,6 @@ def test_the_share_is_that_of_all_subsets(group_size: int) -> None:
     assert share == pytest.approx(float(sum(shares) / len(shares)), rel=1e-12)
 
 
-def test_a_group_that_is_larger_than_the_samples_has_no_estimate() -> None:
-    for group_size in (1, 7):
-        with pytest.raises(ValueError, match="type 2 to 6"):
-            compute_equal_share({6: 1}, 1, 6, group_size)
-
-
 def get_entry(model: str) -> GroupScores:
     (entry,) = (entry for entry in read_group_scores() if entry.settings["model"] == model)
     return entry
