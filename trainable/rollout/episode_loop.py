@@ -17,7 +17,7 @@ from trainable.envs.prompts import Observation, PromptTemplate, make_prompt_temp
 from trainable.models.codec import Codec
 from trainable.models.load import Policy
 from trainable.rollout.episode import Episode, StopReason, Transcript
-from trainable.rollout.sampler import LockStepTurns, SampledReply, Sampler, SamplingParams, Turns
+from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -143,18 +143,17 @@ class TurnPlayer:
         for state in states:
             state.transcript.append_prompt(prompts[state.group])
         conversation = request.sampler.start_conversation(prompts, group_size, request.params, request.rng)
-        turns = conversation if isinstance(conversation, Turns) else LockStepTurns(conversation)
         num_waiting = len(states)
         # Without new tokens, since the conversation already has the prompts.
-        turns.submit(range(len(states)), [[] for _ in states])
+        conversation.submit(range(len(states)), [[] for _ in states])
         while num_waiting:
-            finished = turns.collect()
+            finished = conversation.collect()
             rows, replies = [row for row, _ in finished], [reply for _, reply in finished]
             row_turns = [states[row].transcript.num_turns for row in rows]
             self._apply_replies([states[row] for row in rows], replies, luck[rows, row_turns])
             next_rows, new_tokens = self._append_observations(states, rows, request.params.max_new_tokens)
             if next_rows:
-                turns.submit(next_rows, new_tokens)
+                conversation.submit(next_rows, new_tokens)
             num_waiting += len(next_rows) - len(rows)
         return [self._make_episode(state) for state in states]
 

@@ -164,10 +164,10 @@ class VllmSampler:
                 torch.cuda.empty_cache()
 
 
-class VllmConversation:
+class VllmConversation(Conversation):
     """Passes each row's full history to the engine in each turn. Its prefix cache skips all but the new tokens.
 
-    It is also its `Turns`: the engine starts a row's next turn while other rows still sample the previous one.
+    The engine starts a row's next turn while other rows still sample the previous one.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class VllmConversation:
         self.row_rngs = rng.spawn(len(self.histories))
 
     def submit(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> None:
-        """Append new tokens to `rows` and request replies from the engine (see `Turns.submit`).
+        """Append new tokens to `rows` and request replies from the engine (see `Conversation.submit`).
 
         Callers leave room for a reply of full length, because vLLM would cut the reply at max_model_len.
         """
@@ -197,7 +197,7 @@ class VllmConversation:
             self.llm.llm_engine.add_request(str(row), {"prompt_token_ids": list(self.histories[row])}, params)
 
     def collect(self) -> list[tuple[int, SampledReply]]:
-        """Run the engine until a reply is finished (see `Turns.collect`).
+        """Run the engine until a reply is finished (see `Conversation.collect`).
 
         Entropies are NaN, because vLLM does not return them; the trainer computes them in its own pass. Raises
         NonFiniteError if a log-prob is not finite.

@@ -174,7 +174,7 @@ def test_a_policy_without_finite_logits_ends_an_evaluation_with_its_step() -> No
 
 def test_rewards_that_overflow_are_found_with_any_metric_of_the_filter() -> None:
     trainer = make_quiet_trainer(env__format_penalty=-3e38, filter__rollout_filter_metric="length")
-    with pytest.raises(NonFiniteError, match=r"^rewards were not finite .*, in step 1$"):
+    with pytest.raises(NonFiniteError, match=r"^rewards were not finite, in step 1$"):
         trainer.step()
 
 
