@@ -98,12 +98,7 @@ def measure_episodes(
 
 
 def number_classes(keys: Sequence[bytes]) -> list[int]:
-    """Number the symmetry classes of levels, given by their keys, in order of first appearance.
-
-    Example:
-        >>> number_classes([b"x", b"y", b"x"])
-        [0, 1, 0]
-    """
+    """Number the symmetry classes of levels, given by their keys, in order of first appearance."""
     class_numbers: dict[bytes, int] = {}
     return [class_numbers.setdefault(key, len(class_numbers)) for key in keys]
 

@@ -64,13 +64,6 @@ class PhaseTimer:
 
     seconds: time of each phase so far, by name. CUDA calls return before their work is done, so the timer synchronizes
     at both ends of a phase. Otherwise, the time would count for whichever phase first waits for the result.
-
-    Example::
-
-        timer = PhaseTimer(torch.device("cuda"))
-        with timer.measure("rollout"):
-            episodes = roll_out()
-        timer.seconds["rollout"]
     """
 
     def __init__(self, device: torch.device) -> None:
