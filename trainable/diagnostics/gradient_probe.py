@@ -24,7 +24,7 @@ from trainable.algo.names import TOKEN_MEANS
 from trainable.algo.reductions import compute_loss_weights
 from trainable.backend.meter import Meter
 from trainable.backend.world import World
-from trainable.ppo.update import ActorUpdate, PassInputs, Targets, make_passes, make_weighted_passes
+from trainable.ppo.update import ActorUpdate, PassInputs, Targets, make_passes
 from trainable.rollout.episode import Batch
 from trainable.runs.run_files import Row
 
@@ -327,6 +327,7 @@ class _Probe:
         """
         divisors, bucket_sums, world = self._compute_divisors(), self.make_empty_sums(), self.update.backend.world
         weights = divisors.sum() * compute_loss_weights(self.batch.mask, self.update.settings.loss_agg_mode)
+        targets = self.targets._replace(loss_weights=weights.float())
         # A cell is a pair of folds; -1 for episodes that are not chosen.
         cells = torch.where(is_chosen, bucket_folds * FOLDS + batch_folds, -1)
         chosen_cells = sorted(set(cells[is_chosen].tolist()))[world.rank :: world.size]
@@ -334,7 +335,7 @@ class _Probe:
             index = (cells == cell).nonzero().squeeze(-1)
             destinations = ((bucket_sums, cell // FOLDS), (batch_sums, cell % FOLDS))
             needs_padding = self.update.model.model.needs_padding
-            for inputs in make_weighted_passes(self.batch, self.targets, index, weights[index].float(), needs_padding):
+            for inputs in make_passes(self.batch, targets, index, needs_padding=needs_padding):
                 gradients, score_gradient = self._compute_gradients(inputs)[0], self._compute_score_gradient(inputs)
                 for destination, fold in destinations:
                     destination.add(fold, gradients, score_gradient)

@@ -68,9 +68,9 @@ def make_passes(
     batch: Batch,
     targets: Targets,
     rows: Tensor,
-    mode: str,
-    micro_batch_size: int,
-    padded_length: int,
+    mode: str = "token-mean",
+    micro_batch_size: int | None = None,
+    padded_length: int | None = None,
     world: World = SINGLE_PROCESS,
     needs_padding: bool = False,
 ) -> Iterator[PassInputs]:
@@ -79,8 +79,8 @@ def make_passes(
     All ranks get the same number of passes, so that they can gather sharded weights together. The last passes of a rank
     may have no trained tokens. batch: all episodes of the step. rows: (N,) indices of the mini-batch's episodes. mode:
     how to aggregate losses, one of `LOSS_AGG_MODES`. micro_batch_size: number of consecutive `rows` in a micro-batch.
-    padded_length: tokens of the longest episode of `batch`, the divisor of seq-mean-token-sum-norm. needs_padding: see
-    `split_by_tokens`.
+    padded_length: tokens of the longest episode of `batch`, the divisor of seq-mean-token-sum-norm. These three are not
+    read if `targets` has loss weights. needs_padding: see `split_by_tokens`.
     """
     # Before the mini-batch is sharded, since a micro-batch may have rows on several ranks.
     if targets.loss_weights is None:
@@ -100,19 +100,6 @@ def make_passes(
     untrained_batch = batch._replace(mask=torch.zeros_like(batch.mask))
     for _ in range(num_missing):
         yield _make_pass(untrained_batch, targets, rows[:1], weights[:1])
-
-
-def make_weighted_passes(
-    batch: Batch, targets: Targets, rows: Tensor, weights: Tensor, needs_padding: bool = False
-) -> Iterator[PassInputs]:
-    """Split the episodes at `rows` (N,) into passes on this rank, with given loss weights.
-
-    weights: (N, T) of the tokens in the loss. needs_padding: see `split_by_tokens`.
-    """
-    for row_index in split_by_tokens(
-        batch.lengths[rows].cpu(), TOKENS_PER_PASS[batch.tokens.device.type], needs_padding
-    ):
-        yield _make_pass(batch, targets, rows[row_index], weights[row_index])
 
 
 def _make_pass(batch: Batch, targets: Targets, index: Tensor, weights: Tensor) -> PassInputs:

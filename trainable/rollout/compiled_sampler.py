@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from trainable.kernels import compiled
 from trainable.models.interface import LanguageModel
 from trainable.models.qwen2 import Qwen2, compute_rotary_halves
-from trainable.models.qwen2_shape import Qwen2Shape, find_size_obstacle
+from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.rollout.sampler import Conversation, RowStreams, SampledReply, SamplingParams, check_entropies
 
 FIRST_REPLIES = 8
@@ -23,7 +22,7 @@ class CompiledSampler:
     """
 
     def __init__(self, model: LanguageModel) -> None:
-        obstacle = _find_obstacle(model)
+        obstacle = model.model.find_obstacle() if isinstance(model, Qwen2) else "it is not a plain Qwen2"
         if obstacle or not isinstance(model, Qwen2):
             raise ValueError(
                 f"rollout.name=compiled cannot sample from this model: {obstacle}. Sample in torch with --set "
@@ -38,16 +37,6 @@ class CompiledSampler:
     ) -> Conversation:
         """Start a conversation (see `Sampler.start_conversation`)."""
         return CompiledConversation(self.model, prompts, group_size, params, rng)
-
-
-def _find_obstacle(model: LanguageModel) -> str:
-    """Find out why compiled code cannot sample from `model`; return an empty text if it can."""
-    if not isinstance(model, Qwen2):
-        return "it is not a plain Qwen2"
-    if model.lm_head.weight.device.type != "cpu" or model.model.pass_settings.dtype != torch.float32:
-        return "it does not compute in float32 on the CPU"
-    shape = model.shape
-    return find_size_obstacle(shape.hidden_size, shape.intermediate_size, shape.num_attention_heads, shape.vocab_size)
 
 
 class CompiledConversation(Conversation):

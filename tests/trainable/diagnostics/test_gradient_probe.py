@@ -19,7 +19,7 @@ from trainable.diagnostics.gradient_analysis import _replace_nonfinite as finite
 from trainable.diagnostics.gradient_probe import FOLDS, ProbeResult, probe_gradients
 from trainable.ppo.targets import PreparedBatch
 from trainable.ppo.trainer import PPOTrainer
-from trainable.ppo.update import make_passes, make_weighted_passes
+from trainable.ppo.update import make_passes
 from trainable.rollout.episode import reshape_by_group
 
 GROUPS, SIZE = 7, 4
@@ -98,17 +98,14 @@ def test_the_whole_batch_is_its_plain_gradient_and_the_sum_of_its_buckets(mode: 
     all_rows = torch.arange(len(batch.lengths))
     whole_weights = compute_loss_weights(batch.mask, mode)
     episodes_by_bucket = list_episodes_by_bucket(prepared, findings)
+    whole_targets = prepared.targets._replace(loss_weights=whole_weights)
     for component in ("task", "entropy", "kl", "total"):
-        whole_gradient = compute_plain_gradient(
-            trainer, make_weighted_passes(batch, prepared.targets, all_rows, whole_weights), component
-        )
+        whole_gradient = compute_plain_gradient(trainer, make_passes(batch, whole_targets, all_rows), component)
         assert rows["all", component]["mean_norm"] == pytest.approx(float(whole_gradient.norm()), rel=1e-4)
         gradient_sum = torch.zeros_like(whole_gradient)
         for bucket, index in episodes_by_bucket.items():
             bucket_gradient = (
-                compute_plain_gradient(
-                    trainer, make_weighted_passes(batch, prepared.targets, index, whole_weights[index]), component
-                )
+                compute_plain_gradient(trainer, make_passes(batch, whole_targets, index), component)
                 / rows[bucket, component]["weight"]
             )
             assert rows[bucket, component]["mean_norm"] == pytest.approx(float(bucket_gradient.norm()), rel=1e-4)
@@ -136,7 +133,7 @@ def test_shares_and_cosines_are_those_of_the_plain_gradients() -> None:
     loss_weights = compute_loss_weights(prepared.batch.mask, mode)
     gradients = {
         name: compute_plain_gradient(
-            trainer, make_weighted_passes(prepared.batch, prepared.targets, all_rows, loss_weights), name
+            trainer, make_passes(prepared.batch, prepared.targets._replace(loss_weights=loss_weights), all_rows), name
         ).double()
         for name in ("task", "entropy", "kl")
     }
@@ -201,7 +198,7 @@ def test_signal_and_noise_are_of_the_folds_mean_gradients() -> None:
         index = (batch.group_ids == group).nonzero().squeeze(-1)
         share = float(loss_weights[index].sum())
         fold_gradient = compute_plain_gradient(
-            trainer, make_weighted_passes(batch, prepared.targets, index, loss_weights[index]), "task"
+            trainer, make_passes(batch, prepared.targets._replace(loss_weights=loss_weights), index), "task"
         ).double()
         fold_gradients.append(fold_gradient / share)
         shares.append(share)
