@@ -29,7 +29,7 @@ from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.models.qwen2 import Qwen2, Qwen2Trunk, compute_rotary
 from trainable.ppo.phases import time_call
 from trainable.ppo.trainer import PPOTrainer
-from trainable.ppo.update import Targets, make_weighted_passes
+from trainable.ppo.update import Targets, make_passes
 from trainable.rollout.episode import Batch, collate
 
 MINI_BATCH_SIZE, PADDED_PASS_ROWS, NO_GRAD_ROWS, PADDED_PASS_TOKENS = 32, 16, 8, 16_384
@@ -87,7 +87,7 @@ def make_packed_passes(batch: Batch) -> PassTensors:
     zeros = torch.zeros(batch.mask.shape, device=batch.mask.device)
     targets = Targets(zeros, zeros, zeros, None)
     for rows in order_length_stratified(batch.lengths).split(MINI_BATCH_SIZE):
-        for pass_inputs in make_weighted_passes(batch, targets, rows, zeros[rows]):
+        for pass_inputs in make_passes(batch, targets._replace(loss_weights=zeros), rows):
             yield (
                 pass_inputs.batch.tokens,
                 pass_inputs.batch.find_prediction_positions(),

@@ -29,7 +29,7 @@ from trainable.rollout.sampler import Conversation, SampledReply, Sampler, Sampl
 from trainable.rollout.torch_sampler import TorchSampler
 
 
-class GenerateConversation:
+class GenerateConversation(Conversation):
     """A conversation that passes the whole history of its rows to transformers' generate at each turn."""
 
     def __init__(self, model: torch.nn.Module, prompts: list[list[int]], params: SamplingParams) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.games import Game
-from trainable.config.run_config import RunConfig, list_outside_settings
+from trainable.config.run_config import RunConfig
 from trainable.runs.records import Column
 from trainable.runs.study_record import Dimension
 
@@ -174,16 +174,6 @@ class Family:
         presets = self.games[game].presets
         name = preset if preset in presets else self.presets[preset].variant_of
         return {"env.name": game, **self.games[game].settings, **presets.get(name, {})}
-
-    @property
-    def model_settings(self) -> tuple[str, ...]:
-        """The settings that name a model, which may be a local folder."""
-        return list_outside_settings(self.config_class, "model")
-
-    @property
-    def path_settings(self) -> tuple[str, ...]:
-        """The settings that name a local file or folder, if they are set."""
-        return list_outside_settings(self.config_class, "file")
 
     @property
     def primary_metric(self) -> str:

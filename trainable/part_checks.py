@@ -14,16 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainable.config import own_parts
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.constants import SHIPPED_MODELS
-from trainable.config.own_parts import (
-    OwnPartError,
-    describe_error,
-    get_part,
-    get_part_file,
-    list_parts,
-    shorten_part_name,
-)
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
 from trainable.config.sections import EnvConfig
 from trainable.config.setting_types import format_value
@@ -46,8 +39,8 @@ def check_part(config: BaseRunConfig, setting: str) -> None:
 
     setting: a key of `list_parts(config)`.
     """
-    part_name = list_parts(config)[setting]
-    part, value = get_part(part_name.format()), format_value(part_name._replace(digest="").format(), 1000)
+    part_name = own_parts.list_parts(config)[setting]
+    part, value = own_parts.get_part(part_name.format()), format_value(part_name._replace(digest="").format(), 1000)
     setting = re.sub(r"\.\d+$", "", setting)  # the list, if it is an entry of a list
     if setting in _CHECKS:
         arguments, check = _CHECKS[setting]
@@ -58,20 +51,20 @@ def check_part(config: BaseRunConfig, setting: str) -> None:
         _require(callable(part) or setting == "env.name", f"it is {_describe(part)}, and a function is needed")
         check(part, config)
         return
-    except OwnPartError as error:
+    except own_parts.OwnPartError as error:
         problem = str(error)
     except (Exception, SystemExit) as error:
-        problem = f"{part_name.name}{arguments} raised {describe_error(error)}"
+        problem = f"{part_name.name}{arguments} raised {own_parts.describe_error(error)}"
     page = "docs/add_an_environment.md" if setting == "env.name" else "docs/add_a_part.md"
-    file = get_part_file(part_name)
-    raise OwnPartError(
+    file = own_parts.get_part_file(part_name)
+    raise own_parts.OwnPartError(
         f"{setting}={value} cannot be used: {problem}. Correct {format_value(file.path, 1000)}; {page} has an example."
     )
 
 
 def _require(condition: object, clause: str) -> None:
     if not condition:
-        raise OwnPartError(clause)
+        raise own_parts.OwnPartError(clause)
 
 
 def _require_tensor(answer: Any, shape: tuple[int, ...], kind: str = "numbers") -> None:
@@ -115,7 +108,7 @@ def _check_stop_rule(rule: Any, config: RunConfig) -> None:
     measures = make_environment(config.env).measures
     numbers = dict.fromkeys([*columns, *(f"train_{name}" for name in measures)], 1.0)
     rows = [{**numbers, "step": step, "stop_rule": ""} for step in (1, 2, 3)]
-    names = [name for name in config.trainer.own_stop_rules if get_part(name) is rule]
+    names = [name for name in config.trainer.own_stop_rules if own_parts.get_part(name) is rule]
     for count in (1, len(rows)):
         evaluate_own_rules(rows[:count], names)
 
@@ -272,14 +265,14 @@ def describe_first_replies(config: RunConfig) -> str:
         "rollout.name": "torch",
         "model.compiled_passes": False,
     }
-    game, model = shorten_part_name(config.env.name), config.model.path
+    game, model = own_parts.shorten_part_name(config.env.name), config.model.path
     try:
         trainer = PPOTrainer(apply_overrides(config, overrides))
         episodes = trainer.roll_out(trainer.levels[0], 1, "sampling")
     except ConfigError:
         return ""
     except Exception as error:
-        return f"Own game: the first replies of {model} in {game} raised {describe_error(error)}"
+        return f"Own game: the first replies of {model} in {game} raised {own_parts.describe_error(error)}"
     valid_count = sum(episode.turn_validity[0] for episode in episodes)
     answers = [_list_example_words(f"<answer>{episode.texts[0].partition('<answer>')[2]}") for episode in episodes]
     word_counts = Counter(word for words in answers for word in words if word)

@@ -13,7 +13,7 @@ from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.models.qwen2 import Qwen2
 from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.sampler import SampledReply, SamplingParams
+from trainable.rollout.sampler import Conversation, SampledReply, SamplingParams
 from tune_study.placement.resources import TORCH_SETTINGS, find_compiled_obstacle
 
 SMALL_SETTINGS = {
@@ -104,7 +104,7 @@ def make_hub_twin(model: Qwen2) -> torch.nn.Module:
 
 
 @dataclass
-class ScriptedSampler:
+class ScriptedSampler(Conversation):
     """Replay `script`, which has the replies of each row in order, as token ids; record the requests and samples.
 
     The log-prob of token n of turn t of row r is -(r + t/10 + n/1000). Its entropy is the negative of its log-prob.

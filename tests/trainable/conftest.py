@@ -6,7 +6,6 @@ import torch
 
 from tests.fakes.scripted import make_random_model
 from tests.fakes.trials import UninterruptedRun, clean_up_trials, start_trial
-from trainable.ppo import trainer
 from trainable.tiny.policies import SOKOBAN_TINY
 from trainable.tiny.recipe import write_model
 
@@ -23,12 +22,6 @@ def random_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("random-model")
     write_model(make_random_model(SOKOBAN_TINY.make_shape(), std=0.1), folder, SOKOBAN_TINY.pieces)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _forget_base_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Validate base policies anew in each test: no test depends on what earlier ones evaluated."""
-    monkeypatch.setattr(trainer, "BASE_EVALUATIONS", {})
 
 
 @pytest.fixture(autouse=True)

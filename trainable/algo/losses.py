@@ -84,11 +84,6 @@ def ppo_clip_loss(
     dual clip: Ye et al. 2020, arXiv:1912.09729; the clamp at 20 nats: published code (verl 0.6.1).
     Degenerate: at ρ = 1 the gradient is −A ∇logπ, as in REINFORCE. A = 0 gives 0.
     """
-    if not (0 <= clip_low < 1 and clip_high >= 0 and clip_c > 1):
-        raise ValueError(
-            f"clip ratios are low {clip_low}, high {clip_high}, c {clip_c}; "
-            "low must be in [0, 1), high at least 0 and c above 1, such as 0.2, 0.28 and 3.0."
-        )
     ratio = compute_log_ratio(logprobs, old_logprobs).exp()
     unclipped_loss = -advantages * ratio
     clipped_loss = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)

@@ -61,8 +61,6 @@ def compute_group_distributions(
     Source: see `target_policy_loss`. The published sandbox also has the variant without the old policy.
     Degenerate: a group of one has p = q = 1, so no loss and no gradient.
     """
-    if not eta > 0:
-        raise ValueError(f"tpo_eta is {eta}; it must be above 0, such as 1.0.")
     _, group_index = torch.unique(group_ids, return_inverse=True)
     num_groups = int(group_index.max()) + 1
     # Log-probs are sums of hundreds of nats, so float32 has too few digits for the small differences in p − q.

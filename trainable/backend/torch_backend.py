@@ -218,10 +218,5 @@ def list_named_parameters(networks: Mapping[str, nn.Module]) -> NamedParameters:
 
 
 def select_below(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
-    """Select the entries whose names start with `<prefix>/`, and remove this prefix.
-
-    Example:
-        >>> select_below("critic", {"critic/bias": 1, "actor/bias": 2})
-        {'bias': 1}
-    """
+    """Select the entries whose names start with `<prefix>/`, and remove this prefix."""
     return {key.removeprefix(f"{prefix}/"): value for key, value in tensors.items() if key.startswith(f"{prefix}/")}

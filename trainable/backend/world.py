@@ -137,12 +137,7 @@ def disconnect(rendezvous: Path) -> None:
 
 
 def compute_local_range(num_items: int, world: World) -> range:
-    """Compute the range of consecutive items, out of `num_items`, for this rank; sizes differ by at most one.
-
-    Example:
-        >>> [compute_local_range(5, World(rank, size=2)) for rank in range(2)]
-        [range(0, 3), range(3, 5)]
-    """
+    """Compute the range of consecutive items, out of `num_items`, for this rank; sizes differ by at most one."""
     base_size, remainder = divmod(num_items, world.size)
     start = world.rank * base_size + min(world.rank, remainder)
     return range(start, start + base_size + (world.rank < remainder))

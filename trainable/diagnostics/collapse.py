@@ -159,6 +159,8 @@ def _make_pairs(
 MovingAverages = Mapping[str, float]
 
 _EXTRA_NAMES = frozenset(quantity.name for quantity in EXTRA_QUANTITIES)
+_SECONDS_COLUMNS = {"first_turn": "seconds_collapse_first_turn", "trajectory": "seconds_collapse_multi_turn"}
+"""The column of the duration, by sample."""
 
 
 class Diagnosis(NamedTuple):
@@ -170,15 +172,6 @@ class Diagnosis(NamedTuple):
 
     row: dict[str, float]
     averages: dict[str, MovingAverages]
-
-
-class _Sample(NamedTuple):
-    """A sample: its name, the column of its duration, its thought pairs, and its random generator."""
-
-    name: str
-    seconds_column: str
-    pairs: ThoughtPairs
-    rng: np.random.Generator
 
 
 def is_due(step: int, settings: CollapseDetectionConfig) -> bool:
@@ -221,26 +214,24 @@ def diagnose_episodes(
         row = {name: value for name, value in row.items() if not name.startswith("collapse_first_turn_")}
     # Spawn both generators in any case, so that one sample does not depend on whether the other is on.
     first_rng, trajectory_rng = rng.spawn(2)
-    samples: list[_Sample] = []
+    samples: dict[str, tuple[ThoughtPairs, np.random.Generator]] = {}
     if settings.first_turn_enabled:
         groups = [episode.group for episode in episodes]
-        pairs = sample_first_turn_pairs(turns, groups, settings.num_samples, first_rng)
-        samples.append(_Sample("first_turn", "seconds_collapse_first_turn", pairs, first_rng))
+        samples["first_turn"] = sample_first_turn_pairs(turns, groups, settings.num_samples, first_rng), first_rng
     if settings.multi_turn_enabled:
-        pairs = sample_trajectory_pairs(turns, settings.num_samples, trajectory_rng)
-        samples.append(_Sample("trajectory", "seconds_collapse_multi_turn", pairs, trajectory_rng))
-    for sample in samples:
+        samples["trajectory"] = sample_trajectory_pairs(turns, settings.num_samples, trajectory_rng), trajectory_rng
+    for sample, (pairs, sample_rng) in samples.items():
         start = time.perf_counter()
-        measurement = _compute_quantities(model, sample, averages.get(sample.name), world)
+        measurement = _compute_quantities(model, pairs, averages.get(sample), sample_rng, world)
         if measurement is not None:
             # All quantities are cheap to compute. Some are left out only to keep the rows short.
-            quantities, next_averages[sample.name] = measurement
+            quantities, next_averages[sample] = measurement
             row |= {
-                f"collapse_{sample.name}_{key.replace('@', '_at_')}": value
+                f"collapse_{sample}_{key.replace('@', '_at_')}": value
                 for key, value in quantities.items()
                 if settings.all_quantities or key not in _EXTRA_NAMES
             }
-        row[sample.seconds_column] = time.perf_counter() - start
+        row[_SECONDS_COLUMNS[sample]] = time.perf_counter() - start
     return Diagnosis(row, next_averages)
 
 
@@ -268,10 +259,9 @@ def diagnose_step(trainer: "PPOTrainer", episodes: Sequence[Episode]) -> dict[st
 
 
 def _compute_quantities(
-    model: LanguageModel, sample: _Sample, averages: MovingAverages | None, world: World
+    model: LanguageModel, pairs: ThoughtPairs, averages: MovingAverages | None, rng: np.random.Generator, world: World
 ) -> tuple[dict[str, float], MovingAverages] | None:
     """Compute a sample's quantities, by published names, and its next averages; None if it cannot be measured."""
-    pairs = sample.pairs
     # With a single prompt, I(X; Z) is 0 and every retrieval is correct for any policy.
     if not len(pairs.own_columns) or len(np.unique(pairs.classes)) < 2:
         return None
@@ -282,7 +272,7 @@ def _compute_quantities(
     own_columns, classes = torch.from_numpy(pairs.own_columns), torch.from_numpy(pairs.classes)
     metrics = compute_information_metrics(logprob_sums, torch.tensor(list(map(len, thoughts))), own_columns)
     smoothed_metrics, next_averages = smooth_zscores(metrics, averages)
-    generator = torch.Generator().manual_seed(int(sample.rng.integers(2**62)))
+    generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
     shuffled_accuracy = compute_shuffled_accuracy(logprob_sums, own_columns, classes, generator)
     return {
         **metrics,

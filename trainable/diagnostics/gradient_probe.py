@@ -18,25 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trainable.algo import gradient_signal
 from trainable.algo.batching import order_length_stratified
-from trainable.algo.gradient_signal import (
-    assign_fixed_buckets,
-    assign_quantile_buckets,
-    compute_component_cosines,
-    compute_fold_gram,
-    compute_published_norm,
-    compute_update_fractions,
-    count_sketch,
-    estimate_gradient_signal,
-    estimate_signal_fractions,
-    split_folds,
-)
 from trainable.algo.names import TOKEN_MEANS
 from trainable.algo.reductions import compute_loss_weights
 from trainable.backend.meter import Meter
 from trainable.backend.world import World
-from trainable.files.step_phase import STEP_PHASE
-from trainable.ppo.update import ActorUpdate, PassInputs, Targets, make_passes, make_weighted_passes
+from trainable.ppo.update import ActorUpdate, PassInputs, Targets, make_passes
 from trainable.rollout.episode import Batch
 from trainable.runs.run_files import Row
 
@@ -93,7 +81,9 @@ def probe_gradients(
     groups, group_index = torch.unique(batch.group_ids.cpu(), return_inverse=True)
     stds = torch.tensor([reward_stds[int(group)] for group in groups], dtype=torch.float32)
     bucket_numbers = (
-        assign_quantile_buckets(stds, max_buckets) if bucket_mode == "quantile" else assign_fixed_buckets(stds)
+        gradient_signal.assign_quantile_buckets(stds, max_buckets)
+        if bucket_mode == "quantile"
+        else gradient_signal.assign_fixed_buckets(stds)
     )
     is_trained = batch.mask.any(dim=1).cpu()
     folds = _assign_folds(group_index, is_trained, generator)
@@ -104,7 +94,6 @@ def probe_gradients(
     rows: list[Row] = []
     batch_sums = probe.make_empty_sums()
     for number in sorted(set(bucket_numbers.tolist())):
-        STEP_PHASE.enter(f"bucket {number + 1}")
         is_member = bucket_numbers[group_index] == number
         bucket_sums = probe.compute_fold_sums(
             is_member & is_trained, _assign_folds(group_index, is_member & is_trained, generator), folds, batch_sums
@@ -113,7 +102,6 @@ def probe_gradients(
             f"bucket_{number + 1}", order[is_member[order]], bucket_sums, stds[bucket_numbers == number]
         )
     batch_sums.all_reduce(update.backend.world)
-    STEP_PHASE.enter("all buckets")
     rows += probe.make_rows("all", order, batch_sums, stds)
     group_rows = [
         {"bucket": f"bucket_{number + 1}", "group": group, "reward_std": std}
@@ -125,7 +113,7 @@ def probe_gradients(
 def _assign_folds(group_index: Tensor, is_chosen: Tensor, generator: torch.Generator) -> Tensor:
     """Assign chosen episodes to folds (B,) at random by `group_index` (B,); 0 where `is_chosen` (B,) is False."""
     folds = torch.zeros_like(group_index)
-    folds[is_chosen] = split_folds(group_index[is_chosen], FOLDS, generator)
+    folds[is_chosen] = gradient_signal.split_folds(group_index[is_chosen], FOLDS, generator)
     return folds
 
 
@@ -162,7 +150,7 @@ class _FoldSums(NamedTuple):
         # Folds without trained tokens have no mean and are left out.
         is_used = self.counts > 0
         counts = self.counts[is_used]
-        gram = compute_fold_gram(
+        gram = gradient_signal.compute_fold_gram(
             block[is_used] / counts.to(block).view(-1, *[1] * (block.dim() - 1)) for block in self.gradient_sums
         )
         gram = torch.cat((gram, gram.sum(1, keepdim=True)), dim=1)
@@ -233,10 +221,7 @@ class _Probe:
         world = self.update.backend.world
         # Rank r measures mini-batches r, r + world.size, ...
         rank_results = world.all_gather_object(
-            [
-                self._measure_mini_batch(index)
-                for index in STEP_PHASE.track(mini_batch_indices[world.rank :: world.size], "norms of mini-batch")
-            ]
+            [self._measure_mini_batch(index) for index in mini_batch_indices[world.rank :: world.size]]
         )
         for number, index in enumerate(mini_batch_indices):
             for name, (mini_batch_norm, loss) in rank_results[number % world.size][number // world.size].items():
@@ -249,7 +234,7 @@ class _Probe:
         num_micro_batches = sum(-(-len(index) // micro_batch_size) for index in mini_batch_indices)
         published_rows: dict[str, Row] = {"total": {"loss": sum(losses.values()) / num_micro_batches}}
         for name, values in norms.items():
-            bucket_norm = compute_published_norm(
+            bucket_norm = gradient_signal.compute_published_norm(
                 torch.tensor(values), sequences, tokens, mini_batch_size, micro_batch_size
             )
             published_rows[name] = dict(zip(("norm", "norm_per_sample", "norm_per_token"), bucket_norm, strict=True))
@@ -302,7 +287,7 @@ class _Probe:
         """Convert a gradient to its stored form: float32, or a sketch."""
         if self.sketch_size is None:
             return [tensor.float() for tensor in gradient]
-        return [count_sketch(gradient, self.sketch_size, self.seed)]
+        return [gradient_signal.count_sketch(gradient, self.sketch_size, self.seed)]
 
     # ------------------------------------------------------------------ the mean gradient
 
@@ -342,14 +327,15 @@ class _Probe:
         """
         divisors, bucket_sums, world = self._compute_divisors(), self.make_empty_sums(), self.update.backend.world
         weights = divisors.sum() * compute_loss_weights(self.batch.mask, self.update.settings.loss_agg_mode)
+        targets = self.targets._replace(loss_weights=weights.float())
         # A cell is a pair of folds; -1 for episodes that are not chosen.
         cells = torch.where(is_chosen, bucket_folds * FOLDS + batch_folds, -1)
         chosen_cells = sorted(set(cells[is_chosen].tolist()))[world.rank :: world.size]
-        for cell in STEP_PHASE.track(chosen_cells, "sums of fold"):
+        for cell in chosen_cells:
             index = (cells == cell).nonzero().squeeze(-1)
             destinations = ((bucket_sums, cell // FOLDS), (batch_sums, cell % FOLDS))
             needs_padding = self.update.model.model.needs_padding
-            for inputs in make_weighted_passes(self.batch, self.targets, index, weights[index].float(), needs_padding):
+            for inputs in make_passes(self.batch, targets, index, needs_padding=needs_padding):
                 gradients, score_gradient = self._compute_gradients(inputs)[0], self._compute_score_gradient(inputs)
                 for destination, fold in destinations:
                     destination.add(fold, gradients, score_gradient)
@@ -383,12 +369,12 @@ def _measure_signal(sums: _FoldSums) -> dict[str, Row]:
     """Measure norm, signal, noise, cosines and shares of each component's mean gradient, including `total`."""
     gram, counts = sums.compute_gram()
     names = (*sums.components, "total")
-    cosines, component_gram = compute_component_cosines(gram, counts), gram[:, :-1, :, :-1]
-    update_fractions = compute_update_fractions(component_gram, counts)
-    signal_fractions = estimate_signal_fractions(component_gram, counts)
+    cosines, component_gram = gradient_signal.compute_component_cosines(gram, counts), gram[:, :-1, :, :-1]
+    update_fractions = gradient_signal.compute_update_fractions(component_gram, counts)
+    signal_fractions = gradient_signal.estimate_signal_fractions(component_gram, counts)
     rows: dict[str, Row] = {}
     for number, name in enumerate(names):
-        signal = estimate_gradient_signal(gram[:, number, :, number], counts)
+        signal = gradient_signal.estimate_gradient_signal(gram[:, number, :, number], counts)
         # The share of `total` is 1, unless the update has no signal and shares do not exist.
         total_fraction = 1.0 if bool(signal_fractions.fraction.isfinite().all()) else None
         fractions = (

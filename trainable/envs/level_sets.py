@@ -13,7 +13,7 @@ levels cannot keep its sets apart (`LevelSource.has_held_out_levels`): its sets 
 give.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, islice
 from itertools import count as counting
@@ -21,9 +21,6 @@ from typing import Any, NamedTuple
 
 from trainable.config.run_config import RunConfig
 from trainable.envs.environment import FIRST_TEST_SEED, L, Level, LevelSource
-
-MakeLevels = Callable[[Sequence[int]], Sequence[L]]
-"""Makes the level of each seed."""
 
 PUBLISHED_TRAINING_SEEDS = range(10_000, 13_200)
 PUBLISHED_VALIDATION_SEEDS = range(123, 635)
@@ -67,7 +64,7 @@ def make_demonstration_levels(environment: LevelSource[L], count: int, first_ind
     if environment.has_held_out_levels:
         held_out_levels = [*make_validation_levels(environment), *environment.make_test_levels(TEST_LEVELS)]
         held_out_keys = collect_level_keys(held_out_levels)
-    candidates = _iter_levels(environment.make_levels, FIRST_DEMONSTRATION_SEED + first_index)
+    candidates = _iter_levels(environment, FIRST_DEMONSTRATION_SEED + first_index)
     return list(islice((level for level in candidates if level.key not in held_out_keys), count))
 
 
@@ -109,28 +106,24 @@ def collect_excluded_keys(environment: LevelSource[Any], test_levels: Iterable[L
     return collect_level_keys(test_levels) if environment.has_held_out_levels else frozenset()
 
 
-def make_searched_test_levels(make_levels: MakeLevels[Any], count: int) -> list[Any]:
+def make_searched_test_levels(environment: Any, count: int) -> list[Any]:
     """Make the first `count` test levels, different up to symmetry and in no published set if there are enough."""
-    levels = find_test_levels(make_levels)
-    return list(make_levels(range(FIRST_TEST_SEED, FIRST_TEST_SEED + count)) if levels is None else levels[:count])
+    levels = find_test_levels(environment)
+    return list(
+        environment.make_levels(range(FIRST_TEST_SEED, FIRST_TEST_SEED + count)) if levels is None else levels[:count]
+    )
 
 
-def find_test_levels(make_levels: MakeLevels[Any], count: int = TEST_LEVELS) -> tuple[Any, ...] | None:
+@lru_cache(maxsize=8)  # the search tries thousands of levels, and a process may train several runs
+def find_test_levels(environment: Any, count: int = TEST_LEVELS) -> tuple[Any, ...] | None:
     """Find the first `count` test levels in the order of their seeds, all different and in no published set.
 
     Return None if 16 candidate seeds per test level do not give enough different levels.
     """
-    # By environment, since equal ones have different methods.
-    return _find_test_levels(getattr(make_levels, "__self__", make_levels), count)
-
-
-@lru_cache(maxsize=8)  # the search tries thousands of levels, and a process may train several runs
-def _find_test_levels(source: Any, count: int) -> tuple[Any, ...] | None:
-    make_levels: MakeLevels[Any] = getattr(source, "make_levels", source)
     published_seeds = (*PUBLISHED_VALIDATION_SEEDS, *PUBLISHED_TRAINING_SEEDS)
-    seen_keys = set(collect_level_keys(make_levels(published_seeds)))
+    seen_keys = set(collect_level_keys(environment.make_levels(published_seeds)))
     levels: list[Level] = []
-    for level in islice(_iter_levels(make_levels, FIRST_TEST_SEED), CANDIDATES_PER_TEST_LEVEL * count):
+    for level in islice(_iter_levels(environment, FIRST_TEST_SEED), CANDIDATES_PER_TEST_LEVEL * count):
         if len(levels) == count:
             break
         if level.key not in seen_keys:
@@ -144,6 +137,6 @@ def _find_replacement(environment: LevelSource[L], seed: int, excluded_keys: fro
     return next(candidate for candidate in candidates if candidate.key not in excluded_keys)
 
 
-def _iter_levels(make_levels: MakeLevels[L], seed: int) -> Iterator[L]:
+def _iter_levels(environment: LevelSource[L], seed: int) -> Iterator[L]:
     for start in counting(seed, _BLOCK_SIZE):
-        yield from make_levels(range(start, start + _BLOCK_SIZE))
+        yield from environment.make_levels(range(start, start + _BLOCK_SIZE))

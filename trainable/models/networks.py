@@ -10,17 +10,9 @@ from torch import nn
 from trainable.config.choices import EXACT_KL
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
+from trainable.models import load
 from trainable.models.interface import LanguageModel, ValueModel
-from trainable.models.load import (
-    Policy,
-    compute_fingerprint,
-    freeze,
-    load_policy,
-    make_critic,
-    make_frozen_copy,
-    make_pass_settings,
-    make_value_model,
-)
+from trainable.models.load import Policy
 from trainable.models.lora import add_adapters, make_adapted_policy, make_frozen_base, share_parameters
 
 
@@ -55,7 +47,7 @@ def make_networks(config: RunConfig, device: torch.device, trained_device: torch
     trained_device, settings = trained_device or device, config.model
     # The base of adapters is cast or quantized before it is moved, because a GPU may lack room for it in float32.
     load_device = torch.device("cpu") if settings.lora_rank else trained_device
-    policy = load_policy(settings.path, load_device, make_pass_settings(settings), settings.chat_format)
+    policy = load.load_policy(settings.path, load_device, load.make_pass_settings(settings), settings.chat_format)
     model = policy.model
     if settings.lora_rank:
         make_frozen_base(policy.model, settings, device).to(device)
@@ -65,9 +57,9 @@ def make_networks(config: RunConfig, device: torch.device, trained_device: torch
     if config.algorithm.estimator.needs_critic:
         rng = make_rng(config.seed, "critic")
         if not settings.lora_rank:
-            critic = make_critic(policy, rng, trained_device)
+            critic = load.make_critic(policy, rng, trained_device)
         else:  # separate adapters on the same base
-            critic = make_value_model(share_parameters(policy.model.model), rng, device)
+            critic = load.make_value_model(share_parameters(policy.model.model), rng, device)
             if not config.critic.shared_trunk:
                 add_adapters(critic.model, settings, make_rng(config.seed, "adapters", 1))
     value_head = critic.score if critic is not None and config.critic.shared_trunk else None
@@ -77,7 +69,7 @@ def make_networks(config: RunConfig, device: torch.device, trained_device: torch
         critic=critic if value_head is None else None,
         value_head=value_head,
         has_own_reference=reference is not None and reference is not policy.model,
-        base_fingerprint=compute_fingerprint(policy.folder) if settings.lora_rank else None,
+        base_fingerprint=load.compute_fingerprint(policy.folder) if settings.lora_rank else None,
         reference_fingerprint=reference_fingerprint,
     )
 
@@ -90,12 +82,12 @@ def _make_reference(config: RunConfig, policy: Policy, device: torch.device) -> 
     if not config.needs_reference:
         return None, None
     if config.model.reference_path is None:
-        return (policy.model if config.model.lora_rank else make_frozen_copy(policy.model).to(device)), None
-    reference = load_policy(
-        config.model.reference_path, device, make_pass_settings(config.model), config.model.chat_format
+        return (policy.model if config.model.lora_rank else load.make_frozen_copy(policy.model).to(device)), None
+    reference = load.load_policy(
+        config.model.reference_path, device, load.make_pass_settings(config.model), config.model.chat_format
     )
     _check_own_reference(config, policy, reference)
-    return freeze(reference.model), compute_fingerprint(reference.folder)
+    return load.freeze(reference.model), load.compute_fingerprint(reference.folder)
 
 
 def _check_own_reference(config: RunConfig, policy: Policy, reference: Policy) -> None:

@@ -239,16 +239,19 @@ class Qwen2Trunk(Trunk):
                 x = run(x, cos, sin, packed, layer_index == last_layer)
             return self.norm(x)
 
+    def find_obstacle(self) -> str:
+        """Explain why compiled code cannot run this network. Empty if it can."""
+        if self.pass_settings.dtype != torch.float32 or self.embed_tokens.weight.device.type != "cpu":
+            return "it does not compute in float32 on the CPU"
+        sizes = self.shape.hidden_size, self.shape.intermediate_size
+        return find_size_obstacle(*sizes, self.shape.num_attention_heads, self.shape.vocab_size)
+
     def _run_compiled(self, tokens: Tensor, packed: PackedRows) -> Tensor:
         """Run all blocks in compiled code and return the residual stream at the requested positions."""
-        from trainable.kernels.layer import LayerInputs, run_stream_layer
+        from trainable.kernels.layer import LayerInputs, StreamLayer
 
-        shape, settings = self.shape, self.pass_settings
-        obstacle = find_size_obstacle(
-            shape.hidden_size, shape.intermediate_size, shape.num_attention_heads, shape.vocab_size
-        )
-        if settings.dtype != torch.float32 or settings.recompute or tokens.device.type != "cpu":
-            obstacle = "they are in float32, on the CPU and without gradient checkpointing"
+        shape = self.shape
+        obstacle = "it has gradient checkpointing" if self.pass_settings.recompute else self.find_obstacle()
         if obstacle:
             raise ValueError(
                 f"Compiled passes cannot run this model: {obstacle}. Use torch with --set model.compiled_passes=false."
@@ -277,7 +280,7 @@ class Qwen2Trunk(Trunk):
         x = self.embed_tokens(tokens.flatten().index_select(0, packed.source_indices))
         for layer_index, layer in enumerate(self.blocks):
             is_last = layer_index == len(self.layers) - 1
-            x = run_stream_layer(x, last_inputs if is_last else inputs, layer.list_weights())
+            x = StreamLayer.apply(x, last_inputs if is_last else inputs, *layer.list_weights())
         return x.index_select(0, torch.empty_like(order).scatter_(0, order, torch.arange(len(order))))
 
     def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:

@@ -5,7 +5,7 @@ Without torch, since plans use it.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -86,18 +86,14 @@ class Qwen2Shape:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         # transformers 5 writes rope_parameters; earlier versions wrote rope_theta.
         rope, eos = config.get("rope_parameters") or {}, config["eos_token_id"]
+        own_entries = {
+            "rope_theta": float(config.get("rope_theta") or rope.get("rope_theta", 10_000.0)),
+            "tie_word_embeddings": config.get("tie_word_embeddings", False),
+            "eos_token_id": eos[0] if isinstance(eos, list) else eos,
+        }
         return Qwen2Shape(
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_hidden_layers=config["num_hidden_layers"],
-            num_attention_heads=config["num_attention_heads"],
-            num_key_value_heads=config["num_key_value_heads"],
-            max_position_embeddings=config["max_position_embeddings"],
-            rope_theta=float(config.get("rope_theta") or rope.get("rope_theta", 10_000.0)),
-            rms_norm_eps=config["rms_norm_eps"],
-            tie_word_embeddings=config.get("tie_word_embeddings", False),
-            eos_token_id=eos[0] if isinstance(eos, list) else eos,
+            **{field.name: config[field.name] for field in fields(Qwen2Shape) if field.name not in own_entries},
+            **own_entries,
         )
 
 

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -208,9 +209,9 @@ def _find_first_error(pending_refs: list[Any], local_error: Exception) -> Except
         return local_error
     # Give the others time to fail, too. A rank that is still stuck in a collective then has nothing to report.
     ready_refs, _ = ray.wait(pending_refs, num_returns=len(pending_refs), timeout=_ERROR_TIMEOUT_S)
-    reported_errors: list[Exception] = []
-    dead_rank_errors: list[Exception] = []
-    connection_errors: list[Exception] = []
+    # Only two types can be consequences: RuntimeError of a closed connection, and RayError of another rank's error.
+    is_local_cause = not isinstance(local_error, RuntimeError | ray.exceptions.RayError)
+    ranked_errors: list[tuple[int, Exception]] = [(0 if is_local_cause else 4, local_error)]
     for rank, ref in enumerate(pending_refs, 1):
         try:
             if ref in ready_refs:
@@ -219,21 +220,11 @@ def _find_first_error(pending_refs: list[Any], local_error: Exception) -> Except
             cause = error.cause if isinstance(error.cause, Exception) else error
             cause.add_note(f"(on rank {rank} of {len(pending_refs) + 1})")
             # torch reports closed connections as RuntimeErrors, so an error of another type is more likely the cause.
-            (connection_errors if isinstance(cause, RuntimeError) else reported_errors).append(cause)
+            ranked_errors.append((3 if isinstance(cause, RuntimeError) else 1, cause))
         except Exception as error:  # raised by Ray for an actor that died before it could report an error
-            dead_rank_errors.append(
-                RuntimeError(f"rank {rank} of {len(pending_refs) + 1} has ended: {str(error).strip()}")
-            )
-    # Only two types can be consequences: RuntimeError of a closed connection, and RayError of another rank's error.
-    is_local_cause = not isinstance(local_error, RuntimeError | ray.exceptions.RayError)
-    causes_by_likelihood = [
-        *([local_error] if is_local_cause else []),
-        *reported_errors,
-        *dead_rank_errors,
-        *connection_errors,
-        local_error,
-    ]
-    return causes_by_likelihood[0]
+            message = f"rank {rank} of {len(pending_refs) + 1} has ended: {str(error).strip()}"
+            ranked_errors.append((2, RuntimeError(message)))
+    return min(ranked_errors, key=itemgetter(0))[1]
 
 
 def _raise_first_error(pending_refs: list[Any]) -> None:

@@ -1,20 +1,15 @@
 """Statistics of episodes: results of validations and tests, summaries of training rollouts and batches, and texts."""
 
-import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from trainable.algo.losses import estimate_kl
 from trainable.algo.reductions import compute_tree_weights, masked_mean
-from trainable.config.own_parts import pin_parts
-from trainable.config.run_config import RunConfig
 from trainable.config.sections import AlgorithmConfig
 from trainable.envs.environment import Level, LevelSource
 from trainable.models.codec import Codec
@@ -103,12 +98,7 @@ def measure_episodes(
 
 
 def number_classes(keys: Sequence[bytes]) -> list[int]:
-    """Number the symmetry classes of levels, given by their keys, in order of first appearance.
-
-    Example:
-        >>> number_classes([b"x", b"y", b"x"])
-        [0, 1, 0]
-    """
+    """Number the symmetry classes of levels, given by their keys, in order of first appearance."""
     class_numbers: dict[bytes, int] = {}
     return [class_numbers.setdefault(key, len(class_numbers)) for key in keys]
 
@@ -181,31 +171,6 @@ def summarize_validation(evaluations: Sequence[Evaluation], is_unseen: Sequence[
         "val_kl_to_reference": sampled.kl_to_reference,
         "val_greedy_success": greedy[0].success if greedy else None,
     }
-
-
-def make_evaluation_key(config: RunConfig, weights: Mapping[str, Tensor], reference: str | None) -> str:
-    """Hash everything that affects the validation of an untrained policy, with SHA-256.
-
-    That is the weights of the policy, the seed, the game with its levels, and the settings of the sampler. Settings of
-    training do not matter, except for the weights of turns that are recorded with episodes of trees, so all arms of a
-    study over losses have the same key.
-
-    weights: the policy's tensors by name, on the CPU. reference: fingerprint of the reference model for a measured KL,
-    or None if the untrained policy is the reference.
-    """
-    settings = pin_parts(config).model_dump(mode="json", include={"seed", "env", "model", "rollout"})
-    # If the policy is the reference, there is no KL to measure.
-    kl_source = [config.measures_val_kl, reference] if reference else None
-    # Recorded episodes of trees include the weights of their turns.
-    tree_settings = (
-        [config.algorithm.tree_weighting, config.algorithm.train_children] if config.env.kind.has_trees else None
-    )
-    choices = [settings, kl_source, config.trainer.log_val_generations, tree_settings]
-    digest = hashlib.sha256(json.dumps(choices, sort_keys=True).encode())
-    for name, tensor in sorted(weights.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 NumbersPerTurn = list[float | None]

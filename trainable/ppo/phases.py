@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple
 import torch
 
 from trainable.config.run_config import RunConfig
-from trainable.files.step_phase import STEP_PHASE
 from trainable.models.interface import Shape
 from trainable.models.qwen2_shape import estimate_forward_flops
 from trainable.rollout.episode import Batch, Episode
@@ -60,39 +59,25 @@ def plan_step(step: int, config: RunConfig) -> StepPlan:
     )
 
 
-class Clock:
-    """Measures wall time and CPU time (of all threads of this process) since its creation."""
-
-    def __init__(self) -> None:
-        self._start, self._cpu_start = time.perf_counter(), time.process_time()
-
-    def read(self) -> tuple[float, float]:
-        """Return the seconds of wall time and of CPU time so far."""
-        return time.perf_counter() - self._start, time.process_time() - self._cpu_start
-
-
 class PhaseTimer:
     """Measures the phases of one step on `device`. If a phase occurs twice, its times are added.
 
     seconds: time of each phase so far, by name. CUDA calls return before their work is done, so the timer synchronizes
     at both ends of a phase. Otherwise, the time would count for whichever phase first waits for the result.
-
-    Example::
-
-        timer = PhaseTimer(torch.device("cuda"))
-        with timer.measure("rollout"):
-            episodes = roll_out()
-        timer.seconds["rollout"]
     """
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = {}
         self._device = device
+        self._start, self._cpu_start = time.perf_counter(), time.process_time()
+
+    def read(self) -> tuple[float, float]:
+        """Return the seconds of wall time, and of CPU time of all threads of this process, since the creation."""
+        return time.perf_counter() - self._start, time.process_time() - self._cpu_start
 
     @contextmanager
     def measure(self, phase: Phase) -> Iterator[None]:
-        """Add the time of the `with` body to `phase`, even if the body raises. Meanwhile, `STEP_PHASE` shows it."""
-        STEP_PHASE.enter(phase.replace("_", " "))
+        """Add the time of the `with` body to `phase`, even if the body raises."""
         self._synchronize()
         start = time.perf_counter()
         try:

@@ -24,16 +24,15 @@ from trainable.config.seeds import PURPOSES, make_rng
 from trainable.envs.environment import Level
 from trainable.envs.games.make import make_level_source
 from trainable.envs.level_sets import make_run_levels
-from trainable.files.step_phase import STEP_PHASE
 from trainable.models.interface import LanguageModel, ValueModel
 from trainable.models.load import Policy, check_fingerprint, make_codec, pick_device, prepare_device
 from trainable.models.networks import make_networks
+from trainable.ppo import phases
 from trainable.ppo.evaluation import (
     Columns,
     Evaluation,
     estimate_mean_kl,
     make_evaluation,
-    make_evaluation_key,
     measure_episodes,
     number_classes,
     record_episode,
@@ -42,16 +41,7 @@ from trainable.ppo.evaluation import (
     summarize_rollout,
     summarize_validation,
 )
-from trainable.ppo.phases import (
-    Clock,
-    PhaseTimer,
-    StepPlan,
-    compute_mfu,
-    estimate_rollout_flops,
-    estimate_training_flops,
-    measure_peak_flops,
-    plan_step,
-)
+from trainable.ppo.phases import PhaseTimer, StepPlan
 from trainable.ppo.targets import PreparedBatch, Selection, filter_episodes, make_targets
 from trainable.ppo.update import ActorUpdate, TokenFunction, compute_at_trained_tokens, update_critic
 from trainable.rollout.engine import Engine, make_engine, make_evaluation_engine
@@ -70,11 +60,6 @@ BUDGET_COLUMNS = ("optimizer_steps", "env_steps", "sampled_tokens", "trained_tok
 """Filters change these numbers, so comparisons of filters must report them."""
 MISMATCH_COLUMNS = ("engine_mismatch_mean", "engine_mismatch_max", "engine_kl", "engine_ess_fraction")
 """The columns of a `LogprobMismatch`."""
-BASE_EVALUATIONS: dict[str, list[Evaluation]] = {}
-"""The validations of untrained policies in this process, by key (see `make_evaluation_key`). On the CPU, a process
-trains several runs, and runs of a seed share their first policy."""
-MAX_BASE_EVALUATIONS = 32
-"""The runs of a seed follow each other, so few validations are needed at a time."""
 
 
 class StepOutput(NamedTuple):
@@ -179,13 +164,13 @@ class PPOTrainer:
         A step without a batch has a row, and a validation if due, but no updates. Raises NonFiniteError if the run
         cannot continue (see `check_finite`), and EngineMismatchError if the engine's log-probs differ after a sync.
         """
-        clock, timer, config = Clock(), PhaseTimer(self.device), self.config
+        timer, config = PhaseTimer(self.device), self.config
         # A restored trainer is past step 0, so each run has the base policy's validation once.
         is_first = self.step_index == 0 and config.trainer.val_before_train
-        base_evaluations = self._validate_base(timer) if is_first else []  # 0
+        base_evaluations = self._validate(timer, "sampled", "greedy") if is_first else []  # 0
         # After the validation, which belongs to step 0.
         self.step_index += 1
-        plan = plan_step(self.step_index, config)
+        plan = phases.plan_step(self.step_index, config)
         with timer.measure("rollout"), add_step(f"in step {self.step_index}"):
             episodes = self._collect_episodes()  # 1
         # Before anything that uses the episodes, since the run ends here if a log-prob is not finite.
@@ -227,7 +212,7 @@ class PPOTrainer:
             **budget,
             **{f"total_{name}": number for name, number in self.total_budget.items()},
             **{f"base_{name}": number for name, number in base_columns.items()},
-            **self._measure_timing(clock, timer, episodes, prepared),
+            **self._measure_timing(timer, episodes, prepared),
             "tokens_per_second": budget["sampled_tokens"] / timer.seconds["rollout"],
         }
         row = {name: number for name, number in columns.items() if number is not None}
@@ -358,13 +343,7 @@ class PPOTrainer:
             )  # 5
         filter_scale = compute_filter_loss_scale(config.actor.filter_loss_scaling, groups_kept, num_groups)
         targets = make_targets(
-            batch,
-            values,
-            ref_logprobs,
-            config.algorithm,
-            self.kl_coef,
-            filter_scale,
-            config.env.kind.has_trees,
+            batch, values, ref_logprobs, config.algorithm, self.kl_coef, filter_scale, config.env.kind.has_trees
         )  # 6
         return PreparedBatch(batch, targets, make_update_order(batch, config.actor.loss.needs_whole_groups))
 
@@ -483,21 +462,6 @@ class PPOTrainer:
 
     # ------------------------------------------------------------------ evaluation
 
-    def _validate_base(self, timer: PhaseTimer) -> list[Evaluation]:
-        """Evaluate the untrained policy on all validation levels, sampled and greedy, unless this process has done so.
-
-        There is no cache on GPUs, where each run has a new process, or with several ranks, which evaluate together.
-        """
-        modes = ("sampled", "greedy")
-        if self.device.type != "cpu" or self.world.size > 1:
-            return self._validate(timer, *modes)
-        key = make_evaluation_key(self.config, self.model.state_dict(), self.reference_fingerprint)
-        if key not in BASE_EVALUATIONS:
-            BASE_EVALUATIONS[key] = self._validate(timer, *modes)
-            if len(BASE_EVALUATIONS) > MAX_BASE_EVALUATIONS:
-                del BASE_EVALUATIONS[next(iter(BASE_EVALUATIONS))]
-        return BASE_EVALUATIONS[key]
-
     def _validate(self, timer: PhaseTimer, *modes: str) -> list[Evaluation]:
         """Evaluate all validation levels in each of `modes`."""
         with timer.measure("validation"):
@@ -509,12 +473,11 @@ class PPOTrainer:
         Sampled validations are part of the training steps (see `plan_step`). row: the last row of the run. Returns it
         with the results, and with the time of the evaluation, which counts as validation.
         """
-        clock, row = Clock(), row or {}
-        STEP_PHASE.enter("final evaluation")
+        timer, row = PhaseTimer(self.device), row or {}
         greedy_evaluation = self.evaluate("val", "greedy")
         test_evaluations = [self.evaluate("test", mode) for mode in ("sampled", "greedy")] if self.test_levels else []
         test_success, test_greedy_success = [evaluation.success for evaluation in test_evaluations] or (None, None)
-        seconds, cpu_seconds = clock.read()
+        seconds, cpu_seconds = timer.read()
         self.seconds_total += seconds
         added_times = dict.fromkeys(("seconds_validation", "seconds_step", "seconds_total"), seconds)
         final_row = {
@@ -596,18 +559,18 @@ class PPOTrainer:
         return budget
 
     def _measure_timing(
-        self, clock: Clock, timer: PhaseTimer, episodes: Sequence[Episode], prepared: PreparedBatch | None
+        self, timer: PhaseTimer, episodes: Sequence[Episode], prepared: PreparedBatch | None
     ) -> dict[str, float]:
         """Measure seconds and MFU of the step's phases, and add the seconds of the step to the total of the run.
 
         Phases that did not run have no columns.
         """
-        flops = {"rollout": estimate_rollout_flops(self.model.shape, list_rollouts(episodes))}
-        flops |= estimate_training_flops(self.model.shape, self.config, prepared.batch) if prepared else {}
-        peak_flops_per_s = measure_peak_flops(self.device.type, self.model.model.pass_settings.dtype)
+        flops = {"rollout": phases.estimate_rollout_flops(self.model.shape, list_rollouts(episodes))}
+        flops |= phases.estimate_training_flops(self.model.shape, self.config, prepared.batch) if prepared else {}
+        peak_flops_per_s = phases.measure_peak_flops(self.device.type, self.model.model.pass_settings.dtype)
         # FLOP are summed over all ranks, so the peak must be, too.
-        mfu = compute_mfu(flops, timer.seconds, peak_flops_per_s * self.world.size)
-        seconds, cpu_seconds = clock.read()
+        mfu = phases.compute_mfu(flops, timer.seconds, peak_flops_per_s * self.world.size)
+        seconds, cpu_seconds = timer.read()
         self.seconds_total += seconds
         return {
             **{f"seconds_{phase}": phase_seconds for phase, phase_seconds in timer.seconds.items()},

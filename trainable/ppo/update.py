@@ -14,14 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainable.algo import losses
 from trainable.algo.batching import split_by_tokens
-from trainable.algo.losses import (
-    compute_importance_weights,
-    compute_log_ratio,
-    estimate_kl,
-    ppo_clip_loss,
-    value_clip_loss,
-)
 from trainable.algo.reductions import compute_loss_weights
 from trainable.algo.target_policy import target_policy_loss
 from trainable.algo.vocabulary import compute_token_statistics, logprobs_from_hidden
@@ -32,7 +26,6 @@ from trainable.config.choices import POLICY_LOSSES
 from trainable.config.constants import CHUNK_ELEMENTS, TOKENS_PER_PASS
 from trainable.config.own_parts import get_part
 from trainable.config.sections import ActorConfig, CriticConfig, OptimConfig
-from trainable.files.step_phase import STEP_PHASE
 from trainable.models.interface import LanguageModel, Trunk, ValueModel
 from trainable.rollout.episode import Batch
 
@@ -55,14 +48,8 @@ class Targets(NamedTuple):
 
     def select_rows(self, index: Tensor, longest: int) -> "Targets":
         """Select the targets of the episodes at `index` (N,), cut to `longest` tokens."""
-        return Targets(
-            advantages=self.advantages[index, :longest],
-            returns=self.returns[index, :longest],
-            values=self.values[index, :longest],
-            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[index, :longest],
-            sequence_weights=None if self.sequence_weights is None else self.sequence_weights[index],
-            loss_weights=None if self.loss_weights is None else self.loss_weights[index, :longest],
-        )
+        selected = (None if tensor is None else tensor[index] for tensor in self)
+        return Targets._make(rows if rows is None or rows.dim() == 1 else rows[:, :longest] for rows in selected)
 
 
 class PassInputs(NamedTuple):
@@ -81,9 +68,9 @@ def make_passes(
     batch: Batch,
     targets: Targets,
     rows: Tensor,
-    mode: str,
-    micro_batch_size: int,
-    padded_length: int,
+    mode: str = "token-mean",
+    micro_batch_size: int | None = None,
+    padded_length: int | None = None,
     world: World = SINGLE_PROCESS,
     needs_padding: bool = False,
 ) -> Iterator[PassInputs]:
@@ -92,8 +79,8 @@ def make_passes(
     All ranks get the same number of passes, so that they can gather sharded weights together. The last passes of a rank
     may have no trained tokens. batch: all episodes of the step. rows: (N,) indices of the mini-batch's episodes. mode:
     how to aggregate losses, one of `LOSS_AGG_MODES`. micro_batch_size: number of consecutive `rows` in a micro-batch.
-    padded_length: tokens of the longest episode of `batch`, the divisor of seq-mean-token-sum-norm. needs_padding: see
-    `split_by_tokens`.
+    padded_length: tokens of the longest episode of `batch`, the divisor of seq-mean-token-sum-norm. These three are not
+    read if `targets` has loss weights. needs_padding: see `split_by_tokens`.
     """
     # Before the mini-batch is sharded, since a micro-batch may have rows on several ranks.
     if targets.loss_weights is None:
@@ -113,19 +100,6 @@ def make_passes(
     untrained_batch = batch._replace(mask=torch.zeros_like(batch.mask))
     for _ in range(num_missing):
         yield _make_pass(untrained_batch, targets, rows[:1], weights[:1])
-
-
-def make_weighted_passes(
-    batch: Batch, targets: Targets, rows: Tensor, weights: Tensor, needs_padding: bool = False
-) -> Iterator[PassInputs]:
-    """Split the episodes at `rows` (N,) into passes on this rank, with given loss weights.
-
-    weights: (N, T) of the tokens in the loss. needs_padding: see `split_by_tokens`.
-    """
-    for row_index in split_by_tokens(
-        batch.lengths[rows].cpu(), TOKENS_PER_PASS[batch.tokens.device.type], needs_padding
-    ):
-        yield _make_pass(batch, targets, rows[row_index], weights[row_index])
 
 
 def _make_pass(batch: Batch, targets: Targets, index: Tensor, weights: Tensor) -> PassInputs:
@@ -198,7 +172,7 @@ def _run_optimizer_steps(
         for rows in ([order] if takes_all else order.split(settings.ppo_mini_batch_size))
     ]
     with backend.load_for_update():
-        for rows in STEP_PHASE.track(mini_batches, "mini-batch"):
+        for rows in mini_batches:
             # A list, since the backend must know which pass is last (see `Backend.backward`).
             pass_inputs = list(
                 make_passes(
@@ -213,7 +187,7 @@ def _run_optimizer_steps(
 
 def compute_value_loss(values: Tensor, inputs: PassInputs, cliprange: float, meter: Meter) -> Tensor:
     """Compute the clipped value loss of one pass. values: (N,) at its trained tokens."""
-    token_loss = value_clip_loss(
+    token_loss = losses.value_clip_loss(
         values, inputs.select_trained(inputs.targets.values), inputs.select_trained(inputs.targets.returns), cliprange
     )
     weighted_loss = (inputs.weights * token_loss.loss).sum()
@@ -246,8 +220,7 @@ class ActorUpdate:
     def run(self, batch: Batch, targets: Targets, order: Tensor) -> Meter:
         """Make all optimizer steps of the policy for one training step, over mini-batches of `order` (B,).
 
-        Returns the meter, summed over all ranks. Raises ValueError if the loss needs whole groups and a mini-batch
-        splits a group.
+        Returns the meter, summed over all ranks. If the loss needs whole groups, no mini-batch may split one.
         """
         meter, settings = Meter(), self.settings
 
@@ -280,16 +253,9 @@ class ActorUpdate:
         The advantages in `targets` are the skills of the episodes. The loss couples all rollouts of a group, but its
         gradient with respect to the log-probs of a rollout is a single number, the same for all tokens. These numbers
         are computed in passes over the complete mini-batch without gradients, so that the passes with gradients can be
-        split anywhere. Raises ValueError if `rows` splits a group.
+        split anywhere. `rows` must be whole groups.
         """
         mini_batch, world = batch.select_rows(rows), self.backend.world
-        # If a group is split, the batch has more episodes of the mini-batch's groups than the mini-batch.
-        if int(torch.isin(batch.group_ids, mini_batch.group_ids).sum()) != len(rows):
-            raise ValueError(
-                "A mini-batch of the tpo loss splits a group, and it must consist of whole groups: use "
-                "`make_update_order(batch, needs_whole_groups=True)`, and an actor.ppo_mini_batch_size that is a "
-                "multiple of env.group_size."
-            )
         # The size of a pass is given in rows as long as the longest episode. An episode longer than TOKENS_PER_PASS
         # gets a pass of one row.
         rows_per_pass = max(1, TOKENS_PER_PASS[mini_batch.tokens.device.type] // mini_batch.tokens.shape[1])
@@ -341,7 +307,7 @@ class ActorUpdate:
             if token_kl is None:
                 assert inputs.targets.ref_logprobs is not None
                 ref_logprobs = inputs.select_trained(inputs.targets.ref_logprobs)
-                token_kl = estimate_kl(statistics.logprobs, ref_logprobs, settings.kl_loss_type)
+                token_kl = losses.estimate_kl(statistics.logprobs, ref_logprobs, settings.kl_loss_type)
             kl = (inputs.weights * token_kl).sum()
             meter.add(tokens=0, loss_terms={"kl_loss": kl.detach()}, token_sums={})
             terms["kl"] = settings.kl_loss_coef * kl
@@ -353,7 +319,7 @@ class ActorUpdate:
     def _compute_task_loss(self, inputs: PassInputs, logprobs: Tensor, meter: Meter) -> Tensor:
         """Compute the policy loss of one pass. logprobs: (N,) of its trained tokens under the current policy."""
         settings, old_logprobs = self.settings, inputs.select_trained(inputs.batch.logprobs)
-        ppo_kl_sum = -compute_log_ratio(logprobs.detach(), old_logprobs).sum()
+        ppo_kl_sum = -losses.compute_log_ratio(logprobs.detach(), old_logprobs).sum()
         if settings.loss.needs_pass_before_step:  # tpo: the weights of sequences were computed before this step
             meter.add(len(old_logprobs), loss_terms={}, token_sums={"ppo_kl": ppo_kl_sum})
             assert inputs.targets.sequence_weights is not None
@@ -363,7 +329,7 @@ class ActorUpdate:
             return -(inputs.select_trained(token_weights) * logprobs).sum()
         advantages, token_sums = inputs.select_trained(inputs.targets.advantages), {"ppo_kl": ppo_kl_sum}
         if settings.policy_loss in POLICY_LOSSES:
-            policy_loss = ppo_clip_loss(
+            policy_loss = losses.ppo_clip_loss(
                 logprobs,
                 old_logprobs,
                 advantages,
@@ -383,7 +349,7 @@ class ActorUpdate:
         # sampled tokens. RunConfig rejects them for tpo, which weights sequences.
         if settings.tis_imp_ratio_cap is not None:
             batch, (unit, kind) = inputs.batch, settings.tis_mode.split("_")
-            engine_weights, is_clipped = compute_importance_weights(
+            engine_weights, is_clipped = losses.compute_importance_weights(
                 batch.logprobs,
                 batch.engine_logprobs,
                 batch.mask,
@@ -427,7 +393,7 @@ def compute_at_trained_tokens(
     # Every n-th row by length, so that all ranks have about equally much work.
     local_rows = torch.argsort(lengths, stable=True)[world.rank :: world.size]
     passes = split_by_tokens(lengths[local_rows], rows_per_pass * int(lengths.max()), function.trunk.needs_padding)
-    for row_index in STEP_PHASE.track(passes, "pass"):
+    for row_index in passes:
         rows = local_rows[row_index]
         pass_batch = batch.select_rows(rows)
         pass_values = values.new_zeros(pass_batch.mask.shape)

@@ -1,25 +1,14 @@
 """Sampling from the tiny Qwen2 policies in compiled code. Equals the torch sampler up to rounding."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import torch
 
-from trainable.kernels.compiled import (
-    BLOCK_TOKENS,
-    VECTOR,
-    DecoderCache,
-    DecoderScratch,
-    DecoderWeights,
-    Floats,
-    Integers,
-    extend,
-    round_up,
-    sample_turn,
-)
+from trainable.kernels import compiled
 from trainable.models.interface import LanguageModel
 from trainable.models.qwen2 import Qwen2, compute_rotary_halves
-from trainable.models.qwen2_shape import Qwen2Shape, find_size_obstacle
+from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.rollout.sampler import Conversation, RowStreams, SampledReply, SamplingParams, check_entropies
 
 FIRST_REPLIES = 8
@@ -33,7 +22,7 @@ class CompiledSampler:
     """
 
     def __init__(self, model: LanguageModel) -> None:
-        obstacle = _find_obstacle(model)
+        obstacle = model.model.find_obstacle() if isinstance(model, Qwen2) else "it is not a plain Qwen2"
         if obstacle or not isinstance(model, Qwen2):
             raise ValueError(
                 f"rollout.name=compiled cannot sample from this model: {obstacle}. Sample in torch with --set "
@@ -50,16 +39,6 @@ class CompiledSampler:
         return CompiledConversation(self.model, prompts, group_size, params, rng)
 
 
-def _find_obstacle(model: LanguageModel) -> str:
-    """Find out why compiled code cannot sample from `model`; return an empty text if it can."""
-    if not isinstance(model, Qwen2):
-        return "it is not a plain Qwen2"
-    if model.lm_head.weight.device.type != "cpu" or model.model.pass_settings.dtype != torch.float32:
-        return "it does not compute in float32 on the CPU"
-    shape = model.shape
-    return find_size_obstacle(shape.hidden_size, shape.intermediate_size, shape.num_attention_heads, shape.vocab_size)
-
-
 class CompiledConversation(Conversation):
     """Samples rows in lock-step, each with its own number of tokens in the cache.
 
@@ -68,12 +47,7 @@ class CompiledConversation(Conversation):
     """
 
     def __init__(
-        self,
-        model: Qwen2,
-        prompts: Sequence[Sequence[int]],
-        group_size: int,
-        params: SamplingParams,
-        rng: RowStreams,
+        self, model: Qwen2, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
     ) -> None:
         self.params, self.shape, self.weights = params, model.shape, pack_weights(model)
         num_rows = len(prompts) * group_size
@@ -103,7 +77,7 @@ class CompiledConversation(Conversation):
             hidden = self.hidden[live_rows]
         return self._sample_turn(live_rows, hidden)
 
-    def _sample_turn(self, rows: Integers, hidden: Floats) -> list[SampledReply]:
+    def _sample_turn(self, rows: compiled.Integers, hidden: compiled.Floats) -> list[SampledReply]:
         """Sample the reply of each row from the hidden state `hidden` (B, hidden) of its last token.
 
         Raises NonFiniteError if logits were not finite.
@@ -117,21 +91,9 @@ class CompiledConversation(Conversation):
         token_ids = np.zeros(uniforms.shape, dtype=np.int64)
         logprobs, entropies = np.zeros((2, *uniforms.shape), dtype=np.float32)
         counts = np.zeros(len(rows), dtype=np.int64)
-        sample_turn(
-            tuple(self.weights),
-            tuple(self.cache),
-            tuple(self.scratch),
-            hidden,
-            rows,
-            self.lengths,
-            uniforms,
-            np.float32(temperature),
-            np.array([self.params.stop_token, *self.params.other_stop_tokens], dtype=np.int64),
-            token_ids,
-            logprobs,
-            entropies,
-            counts,
-        )
+        stop_tokens = np.array([self.params.stop_token, *self.params.other_stop_tokens], dtype=np.int64)
+        inputs = (*self._list_buffers(), hidden, rows, self.lengths, uniforms, np.float32(temperature), stop_tokens)
+        compiled.sample_turn(*inputs, token_ids, logprobs, entropies, counts)
         check_entropies(entropies, temperature)
         last_tokens = token_ids[np.arange(len(rows)), counts - 1]
         self.pending_tokens[rows] = last_tokens
@@ -142,7 +104,7 @@ class CompiledConversation(Conversation):
             )
         ]
 
-    def _append_tokens(self, rows: Integers, chunks: Sequence[Sequence[int]]) -> Floats:
+    def _append_tokens(self, rows: compiled.Integers, chunks: Sequence[Sequence[int]]) -> compiled.Floats:
         """Append a chunk of tokens to each row; return the last tokens' hidden states (B, hidden)."""
         counts = np.array([len(chunk) for chunk in chunks])
         self._reserve_slots(int((self.lengths[rows] + counts).max()))
@@ -158,25 +120,20 @@ class CompiledConversation(Conversation):
         # A chunk starts after the existing tokens of its row.
         positions = np.arange(len(token_ids)) + np.repeat(self.lengths[rows] - (ends - counts), counts)
         hidden = np.empty((len(rows), self.shape.hidden_size), dtype=np.float32)
-        extend(
-            tuple(self.weights),
-            tuple(self.cache),
-            tuple(self.scratch),
-            token_ids,
-            np.repeat(rows, counts),
-            positions,
-            is_last,
-            hidden,
-        )
+        compiled.extend(*self._list_buffers(), token_ids, np.repeat(rows, counts), positions, is_last, hidden)
         self.lengths[rows] += counts
         return hidden
 
-    def _make_cache(self, rows: int, slots: int) -> DecoderCache:
+    def _list_buffers(self) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+        """List weights, cache and scratch memory as plain tuples, the first arguments of compiled functions."""
+        return tuple(self.weights), tuple(self.cache), tuple(self.scratch)
+
+    def _make_cache(self, rows: int, slots: int) -> compiled.DecoderCache:
         """Make a cache with at least `slots` slots per row."""
-        shape, slots = self.shape, round_up(slots, VECTOR)
+        shape, slots = self.shape, compiled.round_up(slots, compiled.VECTOR)
         size = (shape.num_hidden_layers, rows, shape.num_key_value_heads)
         cosines, sines = compute_rotary_halves(slots, shape)
-        return DecoderCache(
+        return compiled.DecoderCache(
             keys=np.zeros((*size, shape.head_dim, slots), dtype=np.float32),
             values=np.zeros((*size, slots, shape.head_dim), dtype=np.float32),
             cosines=cosines,
@@ -198,11 +155,11 @@ class CompiledConversation(Conversation):
         self.cache.values[..., :old_slots, :] = old.values.repeat(copies, axis=1)
 
 
-def pack_weights(model: Qwen2) -> DecoderWeights:
+def pack_weights(model: Qwen2) -> compiled.DecoderWeights:
     """Copy a model's weights into the layout of `DecoderWeights`."""
     weights = {name: weight.detach().numpy() for name, weight in model.named_parameters()}
 
-    def stack(*names: str) -> Floats:
+    def stack(*names: str) -> compiled.Floats:
         """Stack weights over layers. Several weights per layer are concatenated along their outputs."""
         layers = [
             np.concatenate([weights[f"model.layers.{layer}.{name}"] for name in names])
@@ -210,7 +167,7 @@ def pack_weights(model: Qwen2) -> DecoderWeights:
         ]
         return np.stack([np.ascontiguousarray(layer.T) for layer in layers])
 
-    return DecoderWeights(
+    return compiled.DecoderWeights(
         embedding=weights["model.embed_tokens.weight"].copy(),
         qkv=stack("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
         qkv_bias=stack("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
@@ -225,18 +182,20 @@ def pack_weights(model: Qwen2) -> DecoderWeights:
     )
 
 
-def make_scratch(shape: Qwen2Shape, slots: int) -> DecoderScratch:
+def make_scratch(shape: Qwen2Shape, slots: int) -> compiled.DecoderScratch:
     """Allocate memory for passes over rows of at most `slots` tokens."""
 
-    def make_rows(size: int) -> Floats:
-        return np.zeros((BLOCK_TOKENS, size), dtype=np.float32)
+    def make_rows(size: int) -> compiled.Floats:
+        return np.zeros((compiled.BLOCK_TOKENS, size), dtype=np.float32)
 
     # One more score than the cache has slots.
-    longest = round_up(max(slots, shape.vocab_size, shape.intermediate_size), VECTOR) + VECTOR
-    return DecoderScratch(
+    longest = (
+        compiled.round_up(max(slots, shape.vocab_size, shape.intermediate_size), compiled.VECTOR) + compiled.VECTOR
+    )
+    return compiled.DecoderScratch(
         residual=make_rows(shape.hidden_size),
         normed=make_rows(shape.hidden_size),
-        inverses=np.zeros(BLOCK_TOKENS, dtype=np.float32),
+        inverses=np.zeros(compiled.BLOCK_TOKENS, dtype=np.float32),
         qkv=make_rows(shape.hidden_size + 2 * shape.num_key_value_heads * shape.head_dim),
         attention=make_rows(shape.hidden_size),
         product=make_rows(shape.hidden_size),

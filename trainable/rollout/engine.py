@@ -23,9 +23,8 @@ from trainable.algo.vocabulary import compute_token_statistics, logprobs_from_hi
 from trainable.config.constants import CHUNK_ELEMENTS
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
-from trainable.files.step_phase import STEP_PHASE
 from trainable.models.interface import LanguageModel, Shape
-from trainable.models.load import Policy, allow_for_engine, load_policy, make_pass_settings
+from trainable.models.load import Policy, allow_for_engine, list_weight_names, load_policy, make_pass_settings
 from trainable.models.lora import get_base_weights, iter_hub_weights
 from trainable.rollout.episode import Episode, collate
 from trainable.rollout.kv_cache_size import compute_conversation_kv_bytes, compute_step_kv_bytes
@@ -144,7 +143,7 @@ class Engine:
 class SyncedSampler(Sampler, Protocol):
     """A sampler with its own copy of the policy's weights (see `trainable.rollout.vllm_sampler.VllmSampler`)."""
 
-    is_sleeping: bool
+    is_sleeping: bool = False
     """Whether its weights have been discarded until the next `update_weights`."""
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -155,21 +154,22 @@ class SyncedSampler(Sampler, Protocol):
 
     def sleep(self) -> None:
         """Discard the weights to free device memory, if supported."""
+        return
 
     def close(self) -> None:
         """Free all memory."""
+        return
 
 
-class CopySampler:
+class CopySampler(SyncedSampler):
     """Samples from `copy`, which has the policy's weights only after `update_weights`.
 
     It allows studying engines whose log-probs differ from the trainer's on any machine. copy: the policy's model,
-    loaded again. sampler: a sampler of `copy.model`.
+    loaded again, which never sleeps. sampler: a sampler of `copy.model`.
     """
 
     def __init__(self, copy: Policy, sampler: Sampler) -> None:
         self.model, self.sampler = copy.model, sampler
-        self.is_sleeping = False
 
     def start_conversation(
         self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
@@ -188,12 +188,6 @@ class CopySampler:
         """Compute log-probs (T - 1,) of each row's tokens after the first, at temperature 1."""
         device = self.model.model.embed_tokens.weight.device
         return [compute_row_logprobs(self.model, torch.tensor([ids], device=device)).cpu().numpy() for ids in token_ids]
-
-    def sleep(self) -> None:
-        """Do nothing: the copy stays in memory."""
-
-    def close(self) -> None:
-        """Do nothing: there is no engine to shut down."""
 
 
 class SyncedEngine(Engine):
@@ -294,11 +288,11 @@ def iter_noisy_weights(model: LanguageModel, noise: float, rng: np.random.Genera
 
 def _make_vllm_sampler(config: RunConfig, policy: Policy, device: torch.device, context_length: int) -> "VllmSampler":
     """Start vLLM. Raise ValueError if vLLM is missing or the names of the model's tensors do not match."""
-    from trainable.rollout.vllm_sampler import LM_HEAD_NAME, EngineSettings, VllmSampler, read_weight_shapes
+    from trainable.rollout.vllm_sampler import LM_HEAD_NAME, EngineSettings, VllmSampler
 
     # This check is quick. Without it, vLLM would start, and only the first sync would fail. A tied head may be missing
     # in the files.
-    unknown_names = get_base_weights(policy.model).keys() - read_weight_shapes(policy.folder).keys() - {LM_HEAD_NAME}
+    unknown_names = get_base_weights(policy.model).keys() - {*list_weight_names(policy.folder), LM_HEAD_NAME}
     if unknown_names:
         raise ValueError(
             f"vLLM cannot sample from this model: {len(unknown_names)} tensors of the trained model, such as "
@@ -396,7 +390,7 @@ def recompute_logprobs(
     logprobs, entropies = torch.zeros_like(batch.logprobs), torch.zeros_like(batch.logprobs)
     lengths = batch.lengths.cpu()
     passes = split_by_tokens(lengths, micro_batch_size * int(lengths.max()), model.model.needs_padding)
-    for index in STEP_PHASE.track(passes, "log-probs, pass"):
+    for index in passes:
         micro_batch = batch.select_rows(index)
         token_stats = model.lm_head(
             model.model.compute_hidden_states(micro_batch.tokens, micro_batch.find_prediction_positions()),

@@ -14,11 +14,10 @@ from trainable.config.run_config import RunConfig
 from trainable.envs.environment import Environment, Level, PlayedTurn, RewardFunction, State, TurnLimits
 from trainable.envs.games.make import get_turn_limits, make_environment, make_reward_function
 from trainable.envs.prompts import Observation, PromptTemplate, make_prompt_template
-from trainable.files.step_phase import STEP_PHASE
 from trainable.models.codec import Codec
 from trainable.models.load import Policy
 from trainable.rollout.episode import Episode, StopReason, Transcript
-from trainable.rollout.sampler import LockStepTurns, SampledReply, Sampler, SamplingParams, Turns
+from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -144,21 +143,17 @@ class TurnPlayer:
         for state in states:
             state.transcript.append_prompt(prompts[state.group])
         conversation = request.sampler.start_conversation(prompts, group_size, request.params, request.rng)
-        turns = conversation if isinstance(conversation, Turns) else LockStepTurns(conversation)
         num_waiting = len(states)
         # Without new tokens, since the conversation already has the prompts.
-        turns.submit(range(len(states)), [[] for _ in states])
-        turn = 1
+        conversation.submit(range(len(states)), [[] for _ in states])
         while num_waiting:
-            STEP_PHASE.show_share(f"turn {turn} of {limits.turns}, {num_waiting} episodes")
-            finished = turns.collect()
+            finished = conversation.collect()
             rows, replies = [row for row, _ in finished], [reply for _, reply in finished]
             row_turns = [states[row].transcript.num_turns for row in rows]
-            turn = max(turn, min(max(row_turns) + 2, limits.turns))  # the next turn of the furthest episode
             self._apply_replies([states[row] for row in rows], replies, luck[rows, row_turns])
             next_rows, new_tokens = self._append_observations(states, rows, request.params.max_new_tokens)
             if next_rows:
-                turns.submit(next_rows, new_tokens)
+                conversation.submit(next_rows, new_tokens)
             num_waiting += len(next_rows) - len(rows)
         return [self._make_episode(state) for state in states]
 

@@ -1,8 +1,9 @@
 """The interface between the episode loop and sampling engines: token ids in and out, for conversations of many rows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -48,19 +49,14 @@ def check_entropies(entropies: npt.NDArray[np.float32], temperature: float) -> N
         )
 
 
-@runtime_checkable
-class Turns(Protocol):
-    """A conversation that may start a row's next turn as soon as its reply has been collected."""
+class Conversation:
+    """Rows that take turns with the environment. A row is one episode with its history.
 
-    def submit(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> None:
-        """Append new tokens to each of `rows` and request replies (see `Conversation.sample_replies`)."""
+    Engines that start a row's next turn as soon as its reply has been collected override `submit` and `collect`. Here,
+    all requested replies finish at the same time.
+    """
 
-    def collect(self) -> list[tuple[int, SampledReply]]:
-        """Sample until at least one reply is finished; return (row, reply) of all finished ones, by ascending row."""
-
-
-class Conversation(Protocol):
-    """Rows that take turns with the environment. A row is one episode with its history."""
+    _submitted_tokens: Mapping[int, Sequence[int]] = MappingProxyType({})
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
         """Append new tokens to each of `rows` and sample its reply.
@@ -69,6 +65,17 @@ class Conversation(Protocol):
         the last reply and the next one, for each of `rows`. Empty in the first turn, since rows already contain their
         prompts.
         """
+        raise NotImplementedError
+
+    def submit(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> None:
+        """Append new tokens to each of `rows` and request replies (see `sample_replies`)."""
+        self._submitted_tokens = {**self._submitted_tokens, **dict(zip(rows, new_tokens, strict=True))}
+
+    def collect(self) -> list[tuple[int, SampledReply]]:
+        """Sample until at least one reply is finished; return (row, reply) of all finished ones, by ascending row."""
+        tokens_by_row, self._submitted_tokens = dict(sorted(self._submitted_tokens.items())), {}
+        replies = self.sample_replies(list(tokens_by_row), list(tokens_by_row.values()))
+        return list(zip(tokens_by_row, replies, strict=True))
 
 
 class RowStreams(Protocol):
@@ -89,22 +96,3 @@ class Sampler(Protocol):
         Each row draws from its own child of `rng`, so its random numbers depend neither on which other rows are
         finished nor on how many ranks share the rows.
         """
-
-
-class LockStepTurns:
-    """Turns of a conversation that samples rows together, so that all requested replies finish at the same time."""
-
-    def __init__(self, conversation: Conversation) -> None:
-        self._conversation = conversation
-        self._new_tokens: dict[int, Sequence[int]] = {}
-
-    def submit(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> None:
-        """Remember the new tokens of `rows` (see `Turns.submit`)."""
-        self._new_tokens |= dict(zip(rows, new_tokens, strict=True))
-
-    def collect(self) -> list[tuple[int, SampledReply]]:
-        """Sample the replies of all submitted rows (see `Turns.collect`)."""
-        rows = sorted(self._new_tokens)
-        replies = self._conversation.sample_replies(rows, [self._new_tokens[row] for row in rows])
-        self._new_tokens = {}
-        return list(zip(rows, replies, strict=True))

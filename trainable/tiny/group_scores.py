@@ -63,11 +63,7 @@ def compute_equal_share(sizes: SetSizes, levels: int, samples: int, group_size: 
     Example:
         >>> compute_equal_share({3: 1, 4: 1}, levels=2, samples=4, group_size=2)  # 3 of 6 pairs, and all of them
         0.75
-
-    Degenerate: K < G is a ValueError.
     """
-    if not 2 <= group_size <= samples:
-        raise ValueError(f"groups of {group_size}: type 2 to {samples}")
     equal_subsets = sum(count * math.comb(size, group_size) for size, count in sizes.items())
     return equal_subsets / (levels * math.comb(samples, group_size))
 
@@ -103,7 +99,8 @@ def write_group_scores(entries: Iterable[GroupScores], path: Path = GROUP_SCORES
 def describe_groups(configs: Iterable[RunConfig]) -> list[str]:
     """Describe the shares of groups with equal scores before training, in a sentence per shipped policy and game.
 
-    Runs with other models, limits, levels or temperatures, for which no rollouts are recorded, are left out.
+    Runs with other models, limits, levels or temperatures, or with groups above 32, for which no rollouts are recorded,
+    are left out.
     """
     sizes: dict[tuple[int, bool], set[int]] = {}
     for config in configs:
@@ -111,7 +108,7 @@ def describe_groups(configs: Iterable[RunConfig]) -> list[str]:
             continue
         settings = list_group_settings(config)
         for index, entry in enumerate(read_group_scores()):
-            if entry.settings == settings:
+            if entry.settings == settings and config.env.group_size <= entry.samples:
                 has_scores = config.env.reward == GAME_REWARD and config.env.format_penalty == entry.format_penalty
                 sizes.setdefault((index, has_scores), set()).add(config.env.group_size)
     return [
@@ -122,17 +119,12 @@ def describe_groups(configs: Iterable[RunConfig]) -> list[str]:
 
 def _format_shares(entry: GroupScores, group_sizes: list[int], has_scores: bool) -> str:
     def format_percentages(sizes: SetSizes) -> str:
-        # The share falls with the group size, so the largest recorded size gives a bound for larger groups.
-        shares = [
-            compute_equal_share(sizes, entry.levels, entry.samples, min(group_size, entry.samples))
-            for group_size in group_sizes
-        ]
+        shares = [compute_equal_share(sizes, entry.levels, entry.samples, group_size) for group_size in group_sizes]
         return f"{'/'.join('<1' if share < 0.005 else f'{100 * share:.0f}' for share in shares)} %"
 
-    bound = "at most " if max(group_sizes) > entry.samples else ""
-    equal_text = f"{bound}{format_percentages(entry.scores)} have equal scores, and " if has_scores else ""
+    equal_text = f"{format_percentages(entry.scores)} have equal scores, and " if has_scores else ""
     return (
         f"Groups before training: of those with group_size={'/'.join(map(str, group_sizes))}, {equal_text}in "
-        f"{bound}{format_percentages(entry.successes)} all rollouts succeed or all fail ({entry.settings['model']}, "
+        f"{format_percentages(entry.successes)} all rollouts succeed or all fail ({entry.settings['model']}, "
         f"{entry.levels} levels x {entry.samples} samples)"
     )

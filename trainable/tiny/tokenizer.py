@@ -10,16 +10,8 @@ from typing import NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from trainable.envs import prompts
 from trainable.envs.environment import TurnLimits
-from trainable.envs.prompts import (
-    ACTION_SEPARATOR,
-    CHATML,
-    END_OF_MESSAGE,
-    START_OF_THOUGHT,
-    format_actions_left,
-    format_reward,
-    format_turn_header,
-)
 
 PAD = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"
@@ -44,36 +36,26 @@ def list_pieces(title: str, vocabulary: Vocabulary, limits: TurnLimits) -> list[
 
     title: the system message of the game. limits: each number of turns and of actions left up to these has a piece.
     """
-    turn_end = CHATML.reply_prefix + START_OF_THOUGHT
+    turn_end = prompts.CHATML.reply_prefix + prompts.START_OF_THOUGHT
     return list(
         dict.fromkeys(  # each piece once, in order of first occurrence
             [
                 PAD,
                 "<|im_start|>",
-                END_OF_MESSAGE,
+                prompts.END_OF_MESSAGE,
                 UNKNOWN,
-                CHATML.system_prefix + title + END_OF_MESSAGE,
-                CHATML.next_user_prefix,
-                *(CHATML.next_user_prefix + format_reward(reward) for reward in vocabulary.rewards),
-                *(format_turn_header(turn) for turn in range(1, limits.turns + 1)),
-                *(format_actions_left(left) + turn_end for left in range(1, limits.actions + 1)),
-                turn_end.removeprefix(END_OF_MESSAGE),
+                prompts.CHATML.system_prefix + title + prompts.END_OF_MESSAGE,
+                prompts.CHATML.next_user_prefix,
+                *(prompts.CHATML.next_user_prefix + prompts.format_reward(reward) for reward in vocabulary.rewards),
+                *(prompts.format_turn_header(turn) for turn in range(1, limits.turns + 1)),
+                *(prompts.format_actions_left(left) + turn_end for left in range(1, limits.actions + 1)),
+                turn_end.removeprefix(prompts.END_OF_MESSAGE),
                 *vocabulary.state_pieces,
                 *vocabulary.thought_pieces,
-                "<think>",
-                "</think>",
-                "<answer>",
-                "</answer>",
-                "</think><answer>",
+                *("<think>", "</think>", "<answer>", "</answer>", "</think><answer>"),
                 *vocabulary.action_pieces,
-                f" {ACTION_SEPARATOR} ",
-                "Reward:\n",
-                "Turn ",
-                "State:\n",
-                " actions left\n",
-                "assistant\n",
-                "user\n",
-                "system\n",
+                f" {prompts.ACTION_SEPARATOR} ",
+                *("Reward:\n", "Turn ", "State:\n", " actions left\n", "assistant\n", "user\n", "system\n"),
                 *"0123456789|-.: \n",
             ]
         )
@@ -86,7 +68,7 @@ def build_tokenizer(pieces: list[str]) -> Tokenizer:
     tokenizer.decoder = decoders.Fuse()
     # Added tokens are matched leftmost and longest, before any rules of the model type. Otherwise transformers would
     # split pieces by the byte-pair rules that it applies to every Qwen2 model, whatever class the files name.
-    special_pieces = [END_OF_MESSAGE, PAD, UNKNOWN]
+    special_pieces = [prompts.END_OF_MESSAGE, PAD, UNKNOWN]
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces if piece not in special_pieces])
     tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in special_pieces])
     return tokenizer
@@ -99,7 +81,7 @@ def write_tokenizer(folder: Path, pieces: list[str]) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=build_tokenizer(pieces),
         pad_token=PAD,
-        eos_token=END_OF_MESSAGE,
+        eos_token=prompts.END_OF_MESSAGE,
         unk_token=UNKNOWN,
         clean_up_tokenization_spaces=False,
         model_max_length=512,

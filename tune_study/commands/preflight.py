@@ -12,6 +12,7 @@ from rich.console import Console
 
 from search_spaces.declaration.presets import PRESETS
 from trainable.config.constants import TEACHERS
+from trainable.config.run_config import list_outside_settings
 from trainable.config.setting_types import flatten_settings, format_value
 from trainable.runs.study_record import WandbMode, WandbTarget, check_wandb_project
 from tune_study.commands.describe import PreparedStudy, describe_signal, print_plan
@@ -321,10 +322,11 @@ def _check_files(plan: StudyPlan) -> None:
     # Seeds share their files: one configuration per arm is enough.
     for config in {spec.arm: spec.config for spec in plan.runs}.values():
         arm_settings = flatten_settings(config.model_dump())
-        for setting in family.path_settings:
+        for setting in list_outside_settings(family.config_class, "file"):
             if arm_settings[setting] is not None:
                 check_file(setting, arm_settings[setting])
-        for setting in family.model_settings if plan.model is None and family.get_model_path(config) else ():
+        loads_models = plan.model is None and family.get_model_path(config)
+        for setting in list_outside_settings(family.config_class, "model") if loads_models else ():
             check_model(arm_settings[setting], os.environ, option=f"--set {setting}=")
 
 

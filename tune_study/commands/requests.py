@@ -17,7 +17,7 @@ from search_spaces.declaration.study import Study
 from trainable.config.command_lines import format_command
 from trainable.config.constants import DATA_SUFFIXES
 from trainable.config.own_parts import PART_FORM, parse_part_name
-from trainable.config.run_config import ConfigError, list_field_names
+from trainable.config.run_config import ConfigError, list_field_names, list_outside_settings
 from trainable.config.setting_types import flatten_settings, format_value
 from trainable.runs.study_record import MAX_RUNS, STUDY_FILE
 from tune_study.commands import arguments as opt
@@ -327,7 +327,7 @@ def plan_from_options(
     overrides = {**game_settings, **preset_settings, **typed_settings}
     load_named_files(study, source.typed if source else "", values, preset.name, overrides.values())
     # The processes of runs have other working folders, where a relative path would not be found.
-    for setting in overrides.keys() & {*study.family.model_settings, *study.family.path_settings}:
+    for setting in overrides.keys() & set(list_outside_settings(study.family.config_class, "model", "file")):
         if overrides[setting] is not None:
             overrides[setting] = make_absolute(str(overrides[setting]))
     n_seeds = request.seeds

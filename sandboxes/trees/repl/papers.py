@@ -112,7 +112,7 @@ class GeneratedPapers(_Papers):
 
     def make_test_levels(self, count: int) -> list[PaperLevel]:
         """Make the first `count` test questions: all distinct and in no published set."""
-        levels = find_test_levels(self.make_levels, count)
+        levels = find_test_levels(self, count)
         assert levels is not None  # two random numbers and an order of twenty things: questions hardly ever repeat
         return list(levels)
 

@@ -19,7 +19,7 @@ from trainable.diagnostics.gradient_analysis import _replace_nonfinite as finite
 from trainable.diagnostics.gradient_probe import FOLDS, ProbeResult, probe_gradients
 from trainable.ppo.targets import PreparedBatch
 from trainable.ppo.trainer import PPOTrainer
-from trainable.ppo.update import make_passes, make_weighted_passes
+from trainable.ppo.update import make_passes
 from trainable.rollout.episode import reshape_by_group
 
 GROUPS, SIZE = 7, 4
@@ -118,7 +118,8 @@ def test_the_whole_batch_is_its_plain_gradient_and_the_sum_of_its_buckets(mode: 
 def compute_weighted_gradient(
     trainer: PPOTrainer, prepared: PreparedBatch, rows: torch.Tensor, weights: torch.Tensor, component: str
 ) -> torch.Tensor:
-    passes = make_weighted_passes(prepared.batch, prepared.targets, rows, weights)
+    all_weights = torch.zeros(prepared.batch.mask.shape).index_copy(0, rows, weights)
+    passes = make_passes(prepared.batch, prepared.targets._replace(loss_weights=all_weights), rows)
     return compute_plain_gradient(trainer, passes, component)
 
 

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.fakes.scripted import make_episode, make_qwen2_shape, make_random_model
 from tests.fakes.trainers import make_quiet_trainer
 from trainable.config.seeds import make_rng
-from trainable.ppo import trainer
+from trainable.ppo import phases
 from trainable.ppo.phases import (
     PhaseTimer,
     compute_mfu,
@@ -100,8 +100,8 @@ def test_rows_have_the_mfu_of_each_phase(monkeypatch: pytest.MonkeyPatch) -> Non
         flops.update(estimate_training_flops(*args))
         return estimate_training_flops(*args)
 
-    monkeypatch.setattr(trainer, "estimate_rollout_flops", record_rollout)
-    monkeypatch.setattr(trainer, "estimate_training_flops", record_training)
+    monkeypatch.setattr(phases, "estimate_rollout_flops", record_rollout)
+    monkeypatch.setattr(phases, "estimate_training_flops", record_training)
     row = make_quiet_trainer(actor__use_kl_loss=True, actor__kl_loss_coef=0.1).step().row
     peak = row["peak_flops_per_s"]
     assert peak == measure_peak_flops("cpu", torch.float32) > 1e8

@@ -172,11 +172,6 @@ def test_ranks_that_share_out_a_groups_rollouts_sum_to_the_same_gradient(size: i
             assert results[0][1].compute_means()[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-def test_a_mini_batch_that_splits_a_group_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"splits a group.* use `make_update_order\(batch, needs_whole_groups=True\)`"):
-        run_update(MODEL, order=torch.arange(3 * SIZE))
-
-
 def test_descending_brings_the_policy_to_its_target() -> None:
     model = copy.deepcopy(MODEL)
     backend = TorchBackend("actor_optimizer", {"actor": model}, torch.optim.SGD(model.parameters(), lr=0.002), 1e9)

@@ -38,12 +38,6 @@ def test_the_share_is_that_of_all_subsets(group_size: int) -> None:
     assert compute_equal_share(count_sets(levels), len(levels), 6, group_size) == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_group_that_is_larger_than_the_samples_has_no_estimate() -> None:
-    for group_size in (1, 7):
-        with pytest.raises(ValueError, match="type 2 to 6"):
-            compute_equal_share({6: 1}, 1, 6, group_size)
-
-
 def get_entry(model: str) -> GroupScores:
     (entry,) = (entry for entry in read_group_scores() if entry.settings["model"] == model)
     return entry
@@ -101,8 +95,7 @@ def test_other_rewards_have_their_successes_only() -> None:
             "Groups before training: of those with group_size=16, in 37 % all rollouts succeed or all fail "
             "(sokoban-tiny, 512 levels x 32 samples)"
         ]
-    (sentence,) = describe_groups(make_configs(env__group_size=64))
-    assert "at most <1 % have equal scores, and in at most 28 %" in sentence
+    assert describe_groups(make_configs(env__group_size=64)) == []
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ class Countdown:
     @property
     def has_held_out_levels(self) -> bool:
         """Whether there are enough problems for separate sets. A few small numbers give too few."""
-        return find_test_levels(self.make_levels) is not None
+        return find_test_levels(self) is not None
 
     def make_levels(self, seeds: Sequence[int]) -> list[Puzzle]:
         """Draw random numbers for each seed, with a random positive result of + and - between them as the target."""
@@ -109,7 +109,7 @@ class Countdown:
 
     def make_test_levels(self, count: int) -> list[Puzzle]:
         """Make the first `count` test problems, all different and in no published set if there are enough."""
-        return make_searched_test_levels(self.make_levels, count)
+        return make_searched_test_levels(self, count)
 
     def start(self, levels: Sequence[Puzzle]) -> list[Puzzle]:
         """Return the problems."""

@@ -72,7 +72,7 @@ class FrozenLake:
     @property
     def has_held_out_levels(self) -> bool:
         """Whether there are enough maps for separate sets. Small maps, or maps with hardly any holes, are too few."""
-        return find_test_levels(self.make_levels) is not None
+        return find_test_levels(self) is not None
 
     def make_levels(self, seeds: Sequence[int]) -> list[Lake]:
         """Generate the published map of each seed."""
@@ -80,7 +80,7 @@ class FrozenLake:
 
     def make_test_levels(self, count: int) -> list[Lake]:
         """Make the first `count` test maps, different up to symmetry and in no published set if there are enough."""
-        return make_searched_test_levels(self.make_levels, count)
+        return make_searched_test_levels(self, count)
 
     def start(self, levels: Sequence[Lake]) -> list[LakeState]:
         """Put the player on the start of each map."""

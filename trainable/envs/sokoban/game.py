@@ -13,7 +13,7 @@ from trainable.envs.environment import Measure, TurnLimits, TurnOutcome
 from trainable.envs.prompts import format_action_rules, format_board
 from trainable.envs.sokoban.board import DIRECTIONS, TARGETS, Action, Cells, Tile, step
 from trainable.envs.sokoban.generate import SokobanLevel, generate_levels, make_test_levels
-from trainable.envs.sokoban.solver import compute_distance_table, find_places
+from trainable.envs.sokoban.solver import compute_distance_table, find_places, make_transitions
 
 SYMBOLS: dict[int, str] = {
     Tile.WALL: "#",
@@ -112,7 +112,7 @@ class Sokoban:
     def compute_chance(self, levels: Sequence[SokobanLevel], limits: TurnLimits) -> npt.NDArray[np.float64]:
         """Compute the exact probability that uniformly random actions solve each level, by following all walks."""
         boards = np.stack([level.cells for level in levels])
-        next_states = _make_transitions(boards)
+        next_states = make_transitions(boards)
         num_levels, _, num_states = next_states.shape
         # Backwards over actions, and for all levels at once, in one flat array.
         next_states = next_states + num_states * np.arange(num_levels)[:, None, None]
@@ -144,31 +144,3 @@ def render(cells: Cells, observation_format: str) -> str:
         label: [cell for cell, code in enumerate(codes) if code in kinds] for label, kinds in _COORDINATE_LINES
     }
     return format_board(grid, cells.shape, cells_by_label, observation_format)
-
-
-def _make_transitions(boards: Cells) -> npt.NDArray[np.intp]:
-    """Compute the next state (B, 4, S) of each board, action and state. The last state is `solved`, which is final.
-
-    boards: int8 (B, R, C) with one box. A state is player * R*C + box over flat cells. Impossible states are included,
-    but never reached.
-    """
-    batch, rows, cols = boards.shape
-    size = rows * cols
-    flat_boards = boards.reshape(batch, size)
-    is_wall = flat_boards == Tile.WALL
-    targets = np.isin(flat_boards, TARGETS).argmax(axis=1)
-    player, box = (grid.reshape(-1) for grid in np.divmod(np.arange(size**2), size))
-    solved_state = size**2
-    tables = []
-    for row_step, col_step in DIRECTIONS.values():
-        offset = row_step * cols + col_step
-        # Wrapping at the border reads another wall (see `board.step`).
-        ahead, behind = (player + offset) % size, (player + 2 * offset) % size
-        pushes = ahead == box
-        blocked = is_wall[:, ahead] | (pushes & is_wall[:, behind])  # (B, S)
-        next_box = np.where(pushes, behind, box)
-        next_state = np.where(blocked, player * size + box, ahead * size + next_box)
-        # A box on the target ends the episode. A blocked action leaves the level as it is, unsolved.
-        table = np.where(~blocked & (next_box == targets[:, None]), solved_state, next_state)
-        tables.append(np.pad(table, ((0, 0), (0, 1)), constant_values=solved_state))
-    return np.stack(tables, axis=1)

@@ -1,7 +1,7 @@
 """Generate from each seed the same level as the published generator, with integers and bit masks instead of arrays.
 
-Only the inner cells of a board are numbered here, row by row. The seeds of the test levels are shipped as a file, so
-that runs need no search: run as a module, this prints the file.
+Only the inner cells of a board are numbered here, row by row. The seeds that `find_test_levels` finds are shipped as a
+file, so that runs need no search.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainable.envs.level_sets import TEST_LEVELS, find_test_levels
+from trainable.envs.level_sets import TEST_LEVELS
 from trainable.envs.sokoban.board import Cells, Tile
 
 TEST_SEEDS_FILE = Path(__file__).with_name("test_seeds.json")
@@ -224,15 +224,3 @@ _SCORES = [2 * b"".join(bytes([abs(row - i) + abs(col - j)]) * _SIZE for i, j in
 _INDEX = np.arange(_SIDE**2).reshape(_SIDE, _SIDE)
 _SYMMETRIES = np.array([np.rot90(side, turns).reshape(-1) for side in (_INDEX, _INDEX.T) for turns in range(4)])
 """Flat indices (8, 36) of the four rotations of a board, then of its mirror image."""
-
-
-def main() -> None:
-    """Print the file of test seeds."""
-    levels = find_test_levels(generate_levels)
-    assert levels is not None  # Sokoban has enough levels
-    about = "Seeds of the test levels; printed by: python -m trainable.envs.sokoban.generate"
-    print(json.dumps({"about": about, "seeds": [level.seed for level in levels]}, indent=0))
-
-
-if __name__ == "__main__":
-    main()
