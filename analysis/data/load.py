@@ -26,6 +26,7 @@ from trainable.families import Family
 from trainable.files.json_lines import Lines, read_lines
 from trainable.files.json_values import DamagedFileError, DamageWarning
 from trainable.files.paths import check_path
+from trainable.files.step_phase import STEP_PHASE
 from trainable.runs.history import RunHistory
 from trainable.runs.records import STOP_COLUMNS
 from trainable.runs.run_files import GRADIENTS_FILE, LEVELS_FILE, PROBES_FILE, select_lines
@@ -166,12 +167,13 @@ def _read_runs(folder: Path, study: StudyRecord, family: Family, live: bool) -> 
     A listed run without a folder never ran. A folder missing from study.json is read too, so that no result is lost.
     Raises UnsafePathError if the folder of a run is a symbolic link.
     """
+    STEP_PHASE.enter("reading rows")
     check_path(folder, folder / "runs")
     entries = {entry.run_id: entry for entry in study.runs}
     run_ids_on_disk = sorted(path.name for path in (folder / "runs").glob("*") if path.is_dir())
     return [
         _read_run_files(folder / "runs" / run_id, entries.get(run_id) or RunEntry(run_id), study, family, live)
-        for run_id in dict.fromkeys((*entries, *run_ids_on_disk))
+        for run_id in STEP_PHASE.track(list(dict.fromkeys((*entries, *run_ids_on_disk))), "run")
     ]
 
 

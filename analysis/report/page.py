@@ -13,6 +13,7 @@ from analysis.charts import chart as charts
 from analysis.charts.script import make_script
 from analysis.report.section import Heading, Listing, Section, Table, TableColumn, say
 from trainable.files.paths import LINE_CHARACTERS, atomic_write, escape_controls
+from trainable.files.step_phase import STEP_PHASE
 
 
 class FigureView(NamedTuple):
@@ -48,6 +49,7 @@ def view_sections(sections: Iterable[Section[Any]], results: Any, with_charts: b
 
     with_charts: whether the page may draw the figures with a script, too; None: leave out all figures.
     """
+    STEP_PHASE.enter("figures")
     views = []
     for section in sections:
         if section.when(results):

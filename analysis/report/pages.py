@@ -27,6 +27,7 @@ from analysis.report.section import Heading, Report, Section, Table
 from analysis.sweep import series
 from analysis.sweep.collapse import find_run_ends
 from trainable.files.paths import atomic_write, make_folder
+from trainable.files.step_phase import STEP_PHASE
 
 _ARM_COLUMNS = {"arm", "baseline", "first", "second"}
 """Columns of the tables beside the page that name arms."""
@@ -60,6 +61,7 @@ def write_frames_report(
     """
     report = find_report(frames, own_sections)
     arms = {label: arm for arm, label in layout.make_axis_labels(frames).items()}
+    STEP_PHASE.enter("statistics")
     results = report.make_results(layout.name_arms(frames))
     figures_folder = make_folder(folder, "figures")
     files = [section.files(results) for section in report.sections if section.when(results)]

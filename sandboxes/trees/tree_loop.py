@@ -15,6 +15,7 @@ from sandboxes.trees.repl.session import Outcome, ReplSession, RolloutAnswer, Tr
 from sandboxes.trees.repl.texts import Role, format_instructions, format_observation, format_task
 from trainable.config.setting_types import PromptStyle
 from trainable.envs.prompts import ChatFormat
+from trainable.files.step_phase import STEP_PHASE
 from trainable.models.codec import Codec
 from trainable.rollout.episode import Transcript
 from trainable.rollout.sampler import Sampler, SamplingParams
@@ -191,6 +192,7 @@ class _TreeLoop:
         rows = list(range(len(rollouts)))
         new_tokens: list[list[int]] = [[] for _ in rows]
         while rows:
+            STEP_PHASE.show_share(f"{len(rows)} of {len(rollouts)} conversations go on")
             replies = conversation.sample_replies(rows, new_tokens)
             texts = self.texts.codec.decode([reply.token_ids for reply in replies])
             active = [rollouts[row] for row in rows]

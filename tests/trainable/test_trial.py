@@ -19,6 +19,8 @@ from tests.fakes.trials import (
     read_run_files,
     start_trial,
 )
+from trainable.files import step_phase
+from trainable.files.step_phase import read_phase
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.checkpoint import read_checkpoint
 from trainable.runs.records import DEFAULT_STEP_COLUMNS, STOP_COLUMNS, drop_carried, make_empty_row
@@ -229,3 +231,29 @@ def test_another_setting_than_the_number_of_steps_makes_another_run(tmp_path: Pa
     start_trial(tmp_path, trainer__total_training_steps=1).step()
     changed = start_trial(tmp_path, trainer__total_training_steps=2, actor__lr=1e-2)
     assert changed.step()["step"] == 1  # it begins again
+
+
+def test_a_long_step_names_its_phases_in_a_file_that_is_gone_when_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_phase, "QUIET_SECONDS", 0.0)  # every step is a long one
+    phases: list[str] = []
+
+    def write_phase(run_dir: Path, step: int, phase: str) -> None:
+        step_phase.write_phase(run_dir, step, phase)
+        phases.append(read_phase(run_dir, 1))
+
+    monkeypatch.setattr("trainable.runs.training.write_phase", write_phase)
+    trial = start_trial(tmp_path, trainer__total_training_steps=1, actor__use_kl_loss=True, actor__kl_loss_coef=0.1)
+    trial.step()
+    names = [phase.partition(",")[0] for phase in phases]
+    order = ["validation", "rollout", "values", "reference", "update critic", "update actor", "sync weights"]
+    assert [*dict.fromkeys(names)] == [*order, "final evaluation"]
+    assert any(phase.startswith("rollout, turn 2 of 5, ") for phase in phases)
+    assert "update actor, mini-batch 1 of 2" in phases
+    assert not (tmp_path / "runs" / "r" / "phase.json").exists()
+    # Nor does a run show what a process did that was killed.
+    step_phase.write_phase(tmp_path / "runs" / "r", 2, "rollout")
+    start_trial(tmp_path, trainer__total_training_steps=2)
+    assert read_phase(tmp_path / "runs" / "r", 2) == ""
+    assert read_run_files(tmp_path)[0][0]["step"] == 1

@@ -24,6 +24,7 @@ from trainable.algo.names import TOKEN_MEANS
 from trainable.algo.reductions import compute_loss_weights
 from trainable.backend.meter import Meter
 from trainable.backend.world import World
+from trainable.files.step_phase import STEP_PHASE
 from trainable.ppo.update import ActorUpdate, PassInputs, Targets, make_passes
 from trainable.rollout.episode import Batch
 from trainable.runs.run_files import Row
@@ -94,6 +95,7 @@ def probe_gradients(
     rows: list[Row] = []
     batch_sums = probe.make_empty_sums()
     for number in sorted(set(bucket_numbers.tolist())):
+        STEP_PHASE.enter(f"bucket {number + 1}")
         is_member = bucket_numbers[group_index] == number
         bucket_sums = probe.compute_fold_sums(
             is_member & is_trained, _assign_folds(group_index, is_member & is_trained, generator), folds, batch_sums
@@ -102,6 +104,7 @@ def probe_gradients(
             f"bucket_{number + 1}", order[is_member[order]], bucket_sums, stds[bucket_numbers == number]
         )
     batch_sums.all_reduce(update.backend.world)
+    STEP_PHASE.enter("all buckets")
     rows += probe.make_rows("all", order, batch_sums, stds)
     group_rows = [
         {"bucket": f"bucket_{number + 1}", "group": group, "reward_std": std}
@@ -221,7 +224,10 @@ class _Probe:
         world = self.update.backend.world
         # Rank r measures mini-batches r, r + world.size, ...
         rank_results = world.all_gather_object(
-            [self._measure_mini_batch(index) for index in mini_batch_indices[world.rank :: world.size]]
+            [
+                self._measure_mini_batch(index)
+                for index in STEP_PHASE.track(mini_batch_indices[world.rank :: world.size], "norms of mini-batch")
+            ]
         )
         for number, index in enumerate(mini_batch_indices):
             for name, (mini_batch_norm, loss) in rank_results[number % world.size][number // world.size].items():
@@ -331,7 +337,7 @@ class _Probe:
         # A cell is a pair of folds; -1 for episodes that are not chosen.
         cells = torch.where(is_chosen, bucket_folds * FOLDS + batch_folds, -1)
         chosen_cells = sorted(set(cells[is_chosen].tolist()))[world.rank :: world.size]
-        for cell in chosen_cells:
+        for cell in STEP_PHASE.track(chosen_cells, "sums of fold"):
             index = (cells == cell).nonzero().squeeze(-1)
             destinations = ((bucket_sums, cell // FOLDS), (batch_sums, cell % FOLDS))
             needs_padding = self.update.model.model.needs_padding

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from trainable.config.run_config import RunConfig
+from trainable.files.step_phase import STEP_PHASE
 from trainable.models.interface import Shape
 from trainable.models.qwen2_shape import estimate_forward_flops
 from trainable.rollout.episode import Batch, Episode
@@ -77,7 +78,8 @@ class PhaseTimer:
 
     @contextmanager
     def measure(self, phase: Phase) -> Iterator[None]:
-        """Add the time of the `with` body to `phase`, even if the body raises."""
+        """Add the time of the `with` body to `phase`, even if the body raises. Meanwhile, `STEP_PHASE` shows it."""
+        STEP_PHASE.enter(phase.replace("_", " "))
         self._synchronize()
         start = time.perf_counter()
         try:

@@ -24,6 +24,7 @@ from trainable.config.seeds import PURPOSES, make_rng
 from trainable.envs.environment import Level
 from trainable.envs.games.make import make_level_source
 from trainable.envs.level_sets import make_run_levels
+from trainable.files.step_phase import STEP_PHASE
 from trainable.models.interface import LanguageModel, ValueModel
 from trainable.models.load import Policy, check_fingerprint, make_codec, pick_device, prepare_device
 from trainable.models.networks import make_networks
@@ -474,6 +475,7 @@ class PPOTrainer:
         with the results, and with the time of the evaluation, which counts as validation.
         """
         timer, row = PhaseTimer(self.device), row or {}
+        STEP_PHASE.enter("final evaluation")
         greedy_evaluation = self.evaluate("val", "greedy")
         test_evaluations = [self.evaluate("test", mode) for mode in ("sampled", "greedy")] if self.test_levels else []
         test_success, test_greedy_success = [evaluation.success for evaluation in test_evaluations] or (None, None)

@@ -26,6 +26,7 @@ from trainable.config.choices import POLICY_LOSSES
 from trainable.config.constants import CHUNK_ELEMENTS, TOKENS_PER_PASS
 from trainable.config.own_parts import get_part
 from trainable.config.sections import ActorConfig, CriticConfig, OptimConfig
+from trainable.files.step_phase import STEP_PHASE
 from trainable.models.interface import LanguageModel, Trunk, ValueModel
 from trainable.rollout.episode import Batch
 
@@ -172,7 +173,7 @@ def _run_optimizer_steps(
         for rows in ([order] if takes_all else order.split(settings.ppo_mini_batch_size))
     ]
     with backend.load_for_update():
-        for rows in mini_batches:
+        for rows in STEP_PHASE.track(mini_batches, "mini-batch"):
             # A list, since the backend must know which pass is last (see `Backend.backward`).
             pass_inputs = list(
                 make_passes(
@@ -393,7 +394,7 @@ def compute_at_trained_tokens(
     # Every n-th row by length, so that all ranks have about equally much work.
     local_rows = torch.argsort(lengths, stable=True)[world.rank :: world.size]
     passes = split_by_tokens(lengths[local_rows], rows_per_pass * int(lengths.max()), function.trunk.needs_padding)
-    for row_index in passes:
+    for row_index in STEP_PHASE.track(passes, "pass"):
         rows = local_rows[row_index]
         pass_batch = batch.select_rows(rows)
         pass_values = values.new_zeros(pass_batch.mask.shape)

@@ -23,6 +23,7 @@ from trainable.algo.vocabulary import compute_token_statistics, logprobs_from_hi
 from trainable.config.constants import CHUNK_ELEMENTS
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
+from trainable.files.step_phase import STEP_PHASE
 from trainable.models.interface import LanguageModel, Shape
 from trainable.models.load import Policy, allow_for_engine, list_weight_names, load_policy, make_pass_settings
 from trainable.models.lora import get_base_weights, iter_hub_weights
@@ -390,7 +391,7 @@ def recompute_logprobs(
     logprobs, entropies = torch.zeros_like(batch.logprobs), torch.zeros_like(batch.logprobs)
     lengths = batch.lengths.cpu()
     passes = split_by_tokens(lengths, micro_batch_size * int(lengths.max()), model.model.needs_padding)
-    for index in passes:
+    for index in STEP_PHASE.track(passes, "log-probs, pass"):
         micro_batch = batch.select_rows(index)
         token_stats = model.lm_head(
             model.model.compute_hidden_states(micro_batch.tokens, micro_batch.find_prediction_positions()),

@@ -14,6 +14,7 @@ from trainable.config.run_config import RunConfig
 from trainable.envs.environment import Environment, Level, PlayedTurn, RewardFunction, State, TurnLimits
 from trainable.envs.games.make import get_turn_limits, make_environment, make_reward_function
 from trainable.envs.prompts import Observation, PromptTemplate, make_prompt_template
+from trainable.files.step_phase import STEP_PHASE
 from trainable.models.codec import Codec
 from trainable.models.load import Policy
 from trainable.rollout.episode import Episode, StopReason, Transcript
@@ -146,10 +147,13 @@ class TurnPlayer:
         num_waiting = len(states)
         # Without new tokens, since the conversation already has the prompts.
         conversation.submit(range(len(states)), [[] for _ in states])
+        turn = 1
         while num_waiting:
+            STEP_PHASE.show_share(f"turn {turn} of {limits.turns}, {num_waiting} episodes")
             finished = conversation.collect()
             rows, replies = [row for row, _ in finished], [reply for _, reply in finished]
             row_turns = [states[row].transcript.num_turns for row in rows]
+            turn = max(turn, min(max(row_turns) + 2, limits.turns))  # the next turn of the furthest episode
             self._apply_replies([states[row] for row in rows], replies, luck[rows, row_turns])
             next_rows, new_tokens = self._append_observations(states, rows, request.params.max_new_tokens)
             if next_rows:

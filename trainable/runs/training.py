@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ import torch
 
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import apply_overrides
+from trainable.files.step_phase import STEP_PHASE, remove_phase, write_phase
 from trainable.runs.failures import CheckpointError, call_with_retry
 from trainable.runs.run import LinesByFile, Run, TrainerState
 from trainable.runs.run_files import Row
@@ -163,6 +165,7 @@ class TrainingLoop:
         """Lock the runs, read their rows, and resume the runs that are not complete."""
         for run in self.runs.values():
             run.lock()
+            remove_phase(run.run_dir)  # of a process that was killed
             run.load_rows()  # after locking, since another process may append rows until then
         unfinished_seeds = [seed for seed, run in self.runs.items() if not run.is_complete(self.notes.append)]
         for seed in self.runs.keys() - unfinished_seeds:
@@ -230,13 +233,20 @@ class TrainingLoop:
             return self._make_report(last_rows, is_saved=True)
         while True:  # not every step has a row: trainers of update rules have one per evaluation
             started_at = self._read_clock()
-            result = self.trainer.step(self.finish_writing)
-            rows = self._record_rows(self.trainer, result)
+            with STEP_PHASE.reporting(partial(self._write_phase, self.trainer.step_index + 1)):
+                result = self.trainer.step(self.finish_writing)
+                rows = self._record_rows(self.trainer, result)
             self._longest_step_seconds = max(self._longest_step_seconds, self._read_clock() - started_at)
             is_saved = self._save_checkpoints(self.trainer, result)
             self.is_over = all(run.is_over for run in self.runs.values())
             if rows or result.failures or self._is_interrupted():
+                for run in self.runs.values():
+                    remove_phase(run.run_dir)
                 return self._make_report(rows, is_saved)
+
+    def _write_phase(self, step: int, phase: str) -> None:
+        for run in self.runs.values():
+            write_phase(run.run_dir, step, phase)
 
     def _record_rows(self, trainer: Trainer, result: StepResult) -> dict[str, Row]:
         """Write the rows of a step, including the decisions of stop rules. Return them by run id.

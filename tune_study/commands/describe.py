@@ -19,6 +19,7 @@ from trainable.config.run_config import iter_fields
 from trainable.config.sections import ModelConfig
 from trainable.config.setting_types import flatten_settings, format_value, is_common
 from trainable.files.json_values import DamageWarning, parse_finite
+from trainable.files.step_phase import read_phase
 from trainable.runs.history import RunHistory, describe_missing_signal, format_signal_problems
 from trainable.runs.study_record import ENDED_STATUSES, RunRecord, StudyRecord, find_record, find_total_steps
 from tune_study.folder.outputs import make_study_record
@@ -247,8 +248,10 @@ def print_status(console: Console, folder: Path, location: str, study: StudyReco
         metric_text = next((f"{value:.3f}" for value in values if value is not None), "-")
         collapse_step = history.find_collapse() if family.is_fine_tuning else math.inf
         collapse_text = f"at step {collapse_step:g}" if collapse_step < math.inf else ""
+        phase = read_phase(run_dir, step + 1) if status.status == "running" else ""
+        reason = f"step {step + 1}: {phase}" if phase else status.reason
         cells = entry.arm, str(entry.seed), status.display_text, f"{step}/{total_steps}", metric_text
-        rows.append([*cells, collapse_text, status.reason, entry.run_id])
+        rows.append([*cells, collapse_text, reason, entry.run_id])
     is_finished = counts.keys() <= set(ENDED_STATUSES)
     state = "running" if is_running else "finished" if is_finished else "unfinished"
     runs_text = ", ".join(f"{count} {status}" for status, count in counts.items())

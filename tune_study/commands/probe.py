@@ -23,7 +23,7 @@ from trainable.runs.run_files import PROBES_FILE
 from tune_study.folder import outputs
 from tune_study.folder.run_checkpoints import RunCheckpoint, find_run_checkpoint
 from tune_study.folder.study_file import plan_from_folder
-from tune_study.host.console import make_console, print_line, show_task
+from tune_study.host.console import make_console, print_line, show_phases
 from tune_study.placement.model_files import check_model
 from tune_study.placement.resources import check_sampler
 from tune_study.plan.errors import PlanError
@@ -169,7 +169,7 @@ def probe(target: RunCheckpoint, settings: ProbeSettings, with_val: bool, consol
     try:
         if with_val:
             print_line(console, f"Playing {len(trainer.val_levels)} validation levels, sampled and greedy ...")
-            with show_task(console, "validation levels"):
+            with show_phases(console, "validation levels"):
                 evaluations = {mode: trainer.evaluate("val", mode) for mode in ("sampled", "greedy")}
             renderables += [
                 f"validation, {mode}: success {evaluation.success:.3f}, mean score {evaluation.score:.3f}"
@@ -177,7 +177,7 @@ def probe(target: RunCheckpoint, settings: ProbeSettings, with_val: bool, consol
             ]
         sizes = config.trainer.gradient_analysis_env_groups, config.trainer.gradient_analysis_group_size
         print_line(console, f"Playing {sizes[0]} x {sizes[1]} episodes and measuring their gradients ...")
-        with show_task(console, "gradients"):
+        with show_phases(console, "gradients"):
             lines = analyze_gradients(trainer, episodes=[], source="probe", overrides=changes)
     finally:
         trainer.close()  # also after an error, to free the memory of the sampling engine

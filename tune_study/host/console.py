@@ -5,9 +5,10 @@ characters, because texts and file names in a results folder may come from someb
 """
 
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import IO, Any
 
 from rich import box
@@ -20,9 +21,13 @@ from rich.text import Text
 
 from trainable.files.json_values import DamageWarning
 from trainable.files.paths import LINE_CHARACTERS, escape_controls
+from trainable.files.step_phase import STEP_PHASE
 
 _LEGIBLE_WIDTH = 24
 """Width in characters below which prose in a cell is hard to read."""
+
+SECONDS_PER_PHASE_LINE = 30.0
+"""Without a terminal, the least seconds between two progress lines of a long task."""
 
 
 class EscapedRenderable:
@@ -59,11 +64,30 @@ def print_error(message: str) -> None:
 
 
 @contextmanager
-def show_task(console: Console, task: str) -> Iterator[None]:
-    """Show `task` in a terminal while the body runs."""
+def show_phases(console: Console, task: str) -> Iterator[None]:
+    """Show `task` while the body runs, and the phases of the body that `STEP_PHASE` names.
+
+    In a terminal each replaces the previous one, and the last is erased. Elsewhere a line is printed at most every
+    SECONDS_PER_PHASE_LINE, and none if the body is quick.
+    """
+    next_line = time.monotonic() + SECONDS_PER_PHASE_LINE
+
+    def print_phase(phase: str) -> None:
+        nonlocal next_line
+        if (now := time.monotonic()) >= next_line:
+            next_line = now + SECONDS_PER_PHASE_LINE
+            print_line(console, f"{task}: {phase}")
+
+    if not console.is_terminal:
+        with STEP_PHASE.reporting(print_phase):
+            yield
+        return
     # No refresh thread: a fork of this process draws the figures of a report, and must not be made with other threads.
-    note = Live(EscapedRenderable(Text(f"{task} ...")), console=console, auto_refresh=False, transient=True)
-    with note if console.is_terminal else nullcontext():
+    note = EscapedRenderable(Text(f"{task} ..."))
+    with (
+        Live(note, console=console, auto_refresh=False, transient=True) as live,
+        STEP_PHASE.reporting(lambda phase: live.update(EscapedRenderable(Text(f"{task}: {phase}")), refresh=True)),
+    ):
         yield
 
 

@@ -91,6 +91,10 @@ class Recorder(StatelessCallback):
         self.avoided_nodes = set(session.resource_plan.avoided_nodes)
         """Ray's ids of the nodes where no further run is placed, to which `FirstComeFirstServed` adds."""
 
+    def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        """Update the phases of long steps. Tune calls this several times per second."""
+        self._progress.look_at_phases()
+
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Record that runs start, or start again after their process died."""
         for status in self._get_statuses(trial):

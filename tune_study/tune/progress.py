@@ -14,10 +14,11 @@ from rich.text import Text
 
 from trainable.families import Family
 from trainable.files.json_values import parse_finite
+from trainable.files.step_phase import QUIET_SECONDS, read_phase
 from trainable.runs.history import find_signal_problem, format_signal_problems, format_stop_reason
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import OPEN_STATUSES, StatusRecord
-from tune_study.host.console import EscapedRenderable
+from tune_study.host.console import SECONDS_PER_PHASE_LINE, EscapedRenderable
 from tune_study.plan.study_plan import RunSpec, StudyPlan
 
 _STEPS_PER_LINE = 10
@@ -41,6 +42,8 @@ class RunView:
     """waiting, running, or the text with which the run ended."""
     signal_problem: str = ""
     """Why the run has had nothing to learn from since step 1; empty if it has."""
+    phase: str = ""
+    """What a long step is doing; empty if unknown."""
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -130,6 +133,8 @@ class Progress:
         self._console = console
         self._started_at = time.monotonic()
         self._printed_problems: set[str] = set()
+        self._run_dirs = {spec.run_id: plan.get_run_dir(spec.run_id) for spec in plan.runs}
+        self._next_look, self._next_phase_lines = 0.0, dict.fromkeys(self.views, 0.0)
 
     @contextmanager
     def show_live(self) -> Iterator[None]:
@@ -155,7 +160,7 @@ class Progress:
         """Show a training step."""
         view = self.views[run_id]
         # A Trainable may report no step, and the displayed step then stays.
-        view.step = int(parse_finite(row.get("step")) or view.step)
+        view.step, view.phase = int(parse_finite(row.get("step")) or view.step), ""
         for display_column in self._family.progress_columns:
             # The fallback is a constant that only the first row has, such as success before training. It is shown until
             # the column is measured.
@@ -176,6 +181,18 @@ class Progress:
         if parse_finite(row.get(self._family.primary_metric)) is not None or view.step % _STEPS_PER_LINE == 0:
             line = format_step(self._family, row, view.spec.steps)
             self.print_note(run_id, f"{line} time_left={format_duration(self.estimate_time_left(view))}")
+
+    def look_at_phases(self) -> None:
+        """Show what runs with long steps are doing, every QUIET_SECONDS (in lines: every SECONDS_PER_PHASE_LINE)."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + QUIET_SECONDS
+        for run_id, view in self.views.items():
+            view.phase = read_phase(self._run_dirs[run_id], view.step + 1) if view.status == "running" else ""
+            if view.phase and now >= self._next_phase_lines[run_id]:
+                self._next_phase_lines[run_id] = now + SECONDS_PER_PHASE_LINE
+                self.print_note(run_id, f"step {view.step + 1}/{view.spec.steps}: {view.phase}")
 
     def end_run(self, run_id: str, status: str, reason: str) -> None:
         """Show that a run has ended."""
@@ -203,7 +220,13 @@ class Progress:
         problems = format_signal_problems(
             (view.spec.arm, view.signal_problem) for view in self.views.values() if view.step
         )
-        caption = Text("\n".join(problems)) if problems else None
+        # Phases are shown below the table, where they do not change the widths of columns.
+        phases = [
+            f"{view.spec.name} step {view.step + 1}/{view.spec.steps}: {view.phase}"
+            for view in self.views.values()
+            if view.phase
+        ]
+        caption = Text("\n".join((*problems, *phases))) if problems or phases else None
         rows = [self._make_cells(view) for view in self.views.values()]
         # On a narrow terminal, headings are wrapped, and then the longest names are cut, so that a run is a line.
         columns = [

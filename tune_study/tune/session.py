@@ -15,7 +15,7 @@ from trainable.runs.study_record import ENDED_STATUSES, StatusRecord
 from tune_study.folder import outputs
 from tune_study.folder.statuses import StudyStatuses, find_finished_runs, write_summary
 from tune_study.folder.study_file import is_running
-from tune_study.host.console import print_error, print_line, print_table, show_task
+from tune_study.host.console import print_error, print_line, print_table, show_phases
 from tune_study.host.interrupt import Interrupt
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan, add_seeds
 from tune_study.tune.local_ray import LocalRay
@@ -194,7 +194,7 @@ def write_results(
         from analysis.data.load import load  # imports pandas
         from analysis.report.pages import conclude, write_frames_report
 
-        with show_task(console, "writing tables and report"):
+        with show_phases(console, "writing tables and report"):
             outputs.write_tables(folder)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DamageWarning)  # the tables have just warned of it

@@ -10,9 +10,10 @@ from rich.text import Text
 from search_spaces.catalog import STUDIES
 from trainable.config.run_config import iter_fields
 from trainable.config.setting_types import is_common
+from trainable.files import step_phase
 from trainable.files.json_values import DamageWarning
 from tune_study.commands.describe import print_settings
-from tune_study.host.console import make_console, print_error, print_line, print_table, show_task, show_warnings
+from tune_study.host.console import make_console, print_error, print_line, print_table, show_phases, show_warnings
 
 COLUMNS = ("setting", "value", "meaning")
 ROWS = [["filter.rollout_filter_include_zero", "True", "False: drop groups with score 0 " * 4], ["actor.lr", "1", "x"]]
@@ -136,11 +137,18 @@ def test_a_link_of_a_style_is_not_sent() -> None:
     assert "\x1bc" not in screen.getvalue()
 
 
-def test_a_task_is_shown_in_a_terminal_without_another_thread() -> None:
-    screen, num_threads = io.StringIO(), threading.active_count()
-    with show_task(Console(file=screen, width=80), "gradients"):
-        pass
+def test_a_long_task_says_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_phase, "QUIET_SECONDS", 0.0)
+    screen = io.StringIO()
+    with show_phases(Console(file=screen, width=80), "gradients"):
+        step_phase.STEP_PHASE.enter("bucket 1")  # not ten seconds after the start
     assert screen.getvalue() == ""
-    with show_task(Console(file=screen, force_terminal=True, width=80), "[/x] \x1b]0;title"):  # no markup, no controls
+    monkeypatch.setattr("tune_study.host.console.SECONDS_PER_PHASE_LINE", 0.0)
+    with show_phases(Console(file=screen, width=80), "gradients"):
+        step_phase.STEP_PHASE.enter("bucket 1")
+    assert screen.getvalue() == "gradients: bucket 1\n"
+    num_threads = threading.active_count()
+    with show_phases(Console(file=screen, force_terminal=True, width=80), "gradients"):
+        step_phase.STEP_PHASE.enter("bucket [/x] \x1b]0;title")  # neither markup nor controls
         assert threading.active_count() == num_threads  # the figures of a report are drawn by a fork
-    assert r"[/x] \x1b]0;title ..." in screen.getvalue()
+    assert r"gradients: bucket [/x] \x1b]0;title" in screen.getvalue()

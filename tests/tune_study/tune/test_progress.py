@@ -9,6 +9,7 @@ from rich.console import Console
 from search_spaces.language_model.family import PPO
 from tests.fakes.lines import append_record
 from tests.fakes.plans import plan_study
+from trainable.files.step_phase import write_phase
 from trainable.runs.run_files import METRICS_FILE
 from trainable.runs.study_record import StatusRecord
 from tune_study.host.console import print_table
@@ -191,3 +192,39 @@ def test_runs_that_cannot_learn_say_so_at_step_1_in_one_line() -> None:
     assert str(progress.make_table().caption) == caption.format("1 of 3 runs (arm 0)")
     progress.record_row(run_ids[0], make_row(2, seconds_total=4.0))
     assert progress.make_table().caption is None
+
+
+def make_long_step(folder: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> tuple[Progress, io.StringIO]:
+    """The progress of a study whose first run is in a long step, and which looks again whenever it is asked."""
+    plan = plan_study(folder)
+    progress, screen, (first, _) = make_progress(plan, is_terminal)
+    progress.start_run(first)
+    progress.record_row(first, make_row(1))
+    plan.get_run_dir(first).mkdir(parents=True)
+    write_phase(plan.get_run_dir(first), 2, "rollout, turn 3 of 5")
+    monkeypatch.setattr("tune_study.tune.progress.QUIET_SECONDS", 0.0)
+    return progress, screen
+
+
+def test_the_table_says_what_a_long_step_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, _ = make_long_step(tmp_path, monkeypatch, is_terminal=True)
+    cells = read_cells(progress)
+    progress.look_at_phases()
+    assert str(progress.make_table().caption) == "arm 0 seed 0 step 2/60: rollout, turn 3 of 5"
+    assert read_cells(progress) == cells  # no column gets wider
+    progress.record_row(next(iter(progress.views)), make_row(2))
+    assert progress.make_table().caption is None
+    progress.look_at_phases()  # the file is of step 2, which has ended
+    assert progress.make_table().caption is None
+
+
+def test_lines_on_a_long_step_do_not_follow_each_other_closely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, screen = make_long_step(tmp_path, monkeypatch, is_terminal=False)
+    for _ in range(5):
+        progress.look_at_phases()
+    assert screen.getvalue().count("step 2/60: rollout, turn 3 of 5") == 1
+    monkeypatch.setattr("tune_study.tune.progress.SECONDS_PER_PHASE_LINE", 0.0)
+    progress._next_phase_lines.update(dict.fromkeys(progress.views, 0.0))
+    progress.look_at_phases()
+    progress.look_at_phases()
+    assert screen.getvalue().count("step 2/60: rollout, turn 3 of 5") == 3

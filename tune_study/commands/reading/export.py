@@ -25,7 +25,7 @@ from trainable.runs.study_record import RUN_FILE, RunRecord, read_record
 from tune_study.folder.origin import NOTHING, check_outside_values, find_usable_storage
 from tune_study.folder.run_checkpoints import RunCheckpoint, find_run_checkpoint
 from tune_study.folder.study_file import read_study
-from tune_study.host.console import print_line, show_task
+from tune_study.host.console import print_line, show_phases
 from tune_study.placement.model_files import check_model
 from tune_study.plan.errors import PlanError, as_plan_error
 from tune_study.plan.study_plan import RunSpec, StudyPlan, find_changed_settings
@@ -113,7 +113,7 @@ def export(console: Console, target: RunCheckpoint, folder: Path, dtype: str, *,
         raise PlanError(f"{format_value(folder, 1000)} is there already and not empty: type another --to.")
     check_model(config.model.path, os.environ)
     try:
-        with show_task(console, f"loading {config.model.path}"):
+        with show_phases(console, f"loading {config.model.path}"):
             policy = load_trained_policy(config, target.path)
     except (CheckpointError, ValueError) as error:
         raise PlanError(f"The checkpoint cannot be used: {error}") from None
@@ -122,7 +122,7 @@ def export(console: Console, target: RunCheckpoint, folder: Path, dtype: str, *,
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Written beside the folder, so that a rename makes it appear at once.
         with (
-            show_task(console, "writing the weights"),
+            show_phases(console, "writing the weights"),
             tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temp_dir,
         ):
             staging = Path(temp_dir) / folder.name
