@@ -1,7 +1,8 @@
 """Tests of VllmSampler with real vLLM, on the CPU or another device, with the shipped model and models of its shape."""
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,7 @@ from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.episode_loop import RolloutRequest, TurnPlayer
 from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
-from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler
+from trainable.rollout.vllm_sampler import LM_HEAD_NAME, EngineSettings, VllmSampler
 from trainable.tiny.policies import SOKOBAN_TINY
 
 pytestmark = [
@@ -331,6 +332,34 @@ def test_a_push_takes_any_order_and_precision(vllm: VllmSampler, shipped_policy:
     vllm.update_weights(iter(weights))
     (logprobs,) = vllm.compute_logprobs(PROMPTS[:1])
     expected = compute_trainer_logprobs(random_model, PROMPTS[0], [False] + [True] * (len(PROMPTS[0]) - 1), 1.0)
+    torch.testing.assert_close(torch.from_numpy(logprobs), expected, rtol=1e-5, atol=1e-4)
+
+
+Weights = list[tuple[str, Tensor]]
+BIAS = "model.layers.1.self_attn.k_proj.bias"
+SPOILED_WEIGHTS: dict[str, Callable[[Weights], Weights]] = {
+    f"{LM_HEAD_NAME} was left out": lambda weights: [pair for pair in weights if pair[0] != LM_HEAD_NAME],
+    f"{BIAS} was left out": lambda weights: [pair for pair in weights if pair[0] != BIAS],
+    f"{BIAS} has shape (31,), not (32,)": lambda weights: [(n, w[:31] if n == BIAS else w) for n, w in weights],
+    "model.embed_tokens.weight came twice": lambda weights: [*weights, weights[0]],
+    "actor.lm_head.weight is not of this model": lambda weights: [*weights, ("actor.lm_head.weight", weights[0][1])],
+}
+
+
+@pytest.mark.parametrize("fault", SPOILED_WEIGHTS)
+def test_an_incomplete_push_is_refused_and_the_next_one_repairs_it(
+    vllm: VllmSampler, random_model: Qwen2, fault: str
+) -> None:
+    """vLLM itself accepts a push with a missing tensor, such as a tied head, and samples from a mixture."""
+    expected = compute_trainer_logprobs(random_model, PROMPTS[0], [False] + [True] * (len(PROMPTS[0]) - 1), 1.0)
+    weights = [*random_model.state_dict().items()]
+    with pytest.raises(ValueError, match=rf"old values of 1 tensors \({re.escape(fault)}\)"):
+        vllm.update_weights(SPOILED_WEIGHTS[fault](weights))
+    if "left out" in fault:
+        (mixed_logprobs,) = vllm.compute_logprobs(PROMPTS[:1])
+        assert np.abs(mixed_logprobs - expected.numpy()).max() > 1e-2
+    vllm.update_weights(weights)
+    (logprobs,) = vllm.compute_logprobs(PROMPTS[:1])
     torch.testing.assert_close(torch.from_numpy(logprobs), expected, rtol=1e-5, atol=1e-4)
 
 

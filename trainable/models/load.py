@@ -136,16 +136,11 @@ def _load_qwen2(folder: Path) -> Qwen2:
 def _load_hub_model(folder: Path) -> LanguageModel:
     from trainable.models.hub_model import load_hub_model
 
-    return load_hub_model(folder, list_weight_names(folder))
-
-
-def list_weight_names(folder: Path) -> list[str]:
-    """List the names of the tensors in the files of the model in `folder`."""
     names: list[str] = []
     for file in _find_weight_files(folder):
         with safe_open(os.fspath(file), framework="pt") as tensors:
             names += tensors.keys()
-    return names
+    return load_hub_model(folder, names)
 
 
 def _find_weight_files(folder: Path) -> list[Path]:

@@ -25,7 +25,7 @@ from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
 from trainable.files.step_phase import STEP_PHASE
 from trainable.models.interface import LanguageModel, Shape
-from trainable.models.load import Policy, allow_for_engine, list_weight_names, load_policy, make_pass_settings
+from trainable.models.load import Policy, allow_for_engine, load_policy, make_pass_settings
 from trainable.models.lora import get_base_weights, iter_hub_weights
 from trainable.rollout.episode import Episode, collate
 from trainable.rollout.kv_cache_size import compute_conversation_kv_bytes, compute_step_kv_bytes
@@ -289,11 +289,11 @@ def iter_noisy_weights(model: LanguageModel, noise: float, rng: np.random.Genera
 
 def _make_vllm_sampler(config: RunConfig, policy: Policy, device: torch.device, context_length: int) -> "VllmSampler":
     """Start vLLM. Raise ValueError if vLLM is missing or the names of the model's tensors do not match."""
-    from trainable.rollout.vllm_sampler import LM_HEAD_NAME, EngineSettings, VllmSampler
+    from trainable.rollout.vllm_sampler import LM_HEAD_NAME, EngineSettings, VllmSampler, read_weight_shapes
 
     # This check is quick. Without it, vLLM would start, and only the first sync would fail. A tied head may be missing
     # in the files.
-    unknown_names = get_base_weights(policy.model).keys() - {*list_weight_names(policy.folder), LM_HEAD_NAME}
+    unknown_names = get_base_weights(policy.model).keys() - read_weight_shapes(policy.folder).keys() - {LM_HEAD_NAME}
     if unknown_names:
         raise ValueError(
             f"vLLM cannot sample from this model: {len(unknown_names)} tensors of the trained model, such as "

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from trainable.config.constants import VLLM_CPU_REQUIREMENT, VLLM_REQUIREMENT
@@ -26,7 +27,7 @@ from trainable.files.paths import lock_file, open_regular
 from trainable.rollout.sampler import Conversation, RowStreams, SampledReply, SamplingParams
 from trainable.runs.failures import NonFiniteError
 
-LM_HEAD_NAME = "lm_head.weight"
+LM_HEAD_NAME, EMBEDDING_NAME = "lm_head.weight", "model.embed_tokens.weight"
 CPU_CACHE_BYTES = 2**30
 """Size of the KV cache on a CPU. vLLM's default is a fraction of host memory, which several trials may share."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
@@ -72,6 +73,7 @@ class VllmSampler:
 
     def __init__(self, folder: Path, settings: EngineSettings) -> None:
         self.settings = settings
+        self.weight_shapes = read_weight_shapes(folder)
         self.is_sleeping = False
         set_environment(os.environ, settings.device)  # before vLLM is imported, since it reads the variables
         engine_class = _import_engine(settings.device)
@@ -101,17 +103,27 @@ class VllmSampler:
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy the policy's weights into the engine, reset its KV cache, and wake it.
 
-        weights: all tensors of the model by their hub names, in any order and dtype, including lm_head.weight even if
-        it is tied: vLLM silently keeps old values of missing tensors. Tensors must keep their values until this method
-        returns, since vLLM waits for all tensors of a layer; clone tensors that share a buffer.
+        weights: tensors by their hub names, in any order and dtype. They must include lm_head.weight even if it is
+        tied: otherwise vLLM silently keeps its old head. Tensors must keep their values until this method returns,
+        since vLLM waits for all tensors of a layer; clone tensors that share a buffer.
+
+        Raises ValueError if a tensor is unknown, repeated, missing or of the wrong shape. The engine then has a mixture
+        of old and new weights until the next complete update.
         """
         # Wake only the weights' memory, as vLLM's documentation of sleep mode recommends, because loading needs memory,
         # too. The cache comes back below.
         if self.is_sleeping:
             with _lock_gpu_memory(self.settings.device):
                 self.llm.wake_up(tags=["weights"])
-        detached_weights = ((name, weight.detach()) for name, weight in weights)
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": detached_weights})
+        errors: list[str] = []  # filled by the generator `check_weights` while vLLM iterates
+        checked_weights = check_weights(weights, self.weight_shapes, errors)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked_weights})
+        if errors:  # vLLM would accept missing tensors and sample from a mixture of old and new weights
+            examples = "; ".join(errors[:3]) + ("; ..." if len(errors) > 3 else "")
+            raise ValueError(
+                f"vLLM would sample from old values of {len(errors)} tensors ({examples}): pass every tensor of the "
+                f"model once, in its shape and under its name on the hub, including a tied {LM_HEAD_NAME}."
+            )
         if self.is_sleeping:
             with _lock_gpu_memory(self.settings.device):
                 self.llm.wake_up()
@@ -226,6 +238,41 @@ class VllmConversation(Conversation):
             raise NonFiniteError("the policy's log-probs were not finite during sampling with vLLM")
         is_finished = bool(token_ids[-1] == self.params.stop_token)
         return SampledReply(token_ids, logprobs, np.full(len(token_ids), np.nan, dtype=np.float32), is_finished)
+
+
+def read_weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Read names and shapes of the tensors in the folder's safetensors files, and add a tied head.
+
+    Files omit a tied head, but a weight sync must include it (see `update_weights`).
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(os.fspath(file), framework="pt") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    if EMBEDDING_NAME in shapes:
+        shapes.setdefault(LM_HEAD_NAME, shapes[EMBEDDING_NAME])
+    return shapes
+
+
+def check_weights(
+    weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]], errors: list[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight with an entry in `shapes` once; append a message about each problem to `errors`.
+
+    This generator must not raise: after an exception during loading, vLLM can never load weights again.
+    """
+    remaining_shapes = dict(shapes)
+    for name, weight in weights:
+        # If the embedding is not named EMBEDDING_NAME, the shape of a head tied to it is unknown, so it is not checked.
+        is_tied_head = name == LM_HEAD_NAME and LM_HEAD_NAME not in shapes
+        shape = tuple(weight.shape) if is_tied_head else remaining_shapes.pop(name, None)
+        if shape is None:
+            errors.append(f"{name} came twice" if name in shapes else f"{name} is not of this model")
+        elif tuple(weight.shape) != shape:
+            errors.append(f"{name} has shape {tuple(weight.shape)}, not {shape}")
+        else:
+            yield name, weight.detach()
+    errors += [f"{name} was left out" for name in sorted(remaining_shapes)]
 
 
 def set_environment(environ: dict[str, str] | os._Environ[str], device: torch.device) -> None:

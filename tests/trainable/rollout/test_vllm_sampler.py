@@ -3,20 +3,25 @@
 import importlib
 import importlib.util
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numba
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
-from trainable.models.load import find_model
+from trainable.models.load import find_model, load_policy
 from trainable.rollout import vllm_sampler
 from trainable.rollout.vllm_sampler import (
     LM_HEAD_NAME,
     EngineSettings,
     VllmSampler,
+    check_weights,
     hide_llvmlite_functions,
+    read_weight_shapes,
     set_environment,
 )
 
@@ -56,7 +61,7 @@ def test_a_sleeping_engine_discards_its_weights_and_gets_new_ones_before_its_cac
     monkeypatch.setattr(vllm_sampler, "_lock_gpu_memory", lambda device: nullcontext())
     sampler = object.__new__(VllmSampler)
     sampler.settings = EngineSettings(torch.device("cuda"), "bfloat16", 512, enable_sleep_mode=True)
-    sampler.is_sleeping = False
+    sampler.weight_shapes, sampler.is_sleeping = {LM_HEAD_NAME: (2, 3)}, False
     sampler.llm = engine = RecordingEngine()
     for _ in range(2):  # the second one does nothing
         sampler.sleep()
@@ -108,6 +113,41 @@ def test_the_environment_is_set_where_the_user_has_not() -> None:
 def test_an_engine_in_another_process_is_refused() -> None:
     with pytest.raises(ValueError, match="`unset VLLM_ENABLE_V1_MULTIPROCESSING`"):
         set_environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, CPU)
+
+
+def test_the_shapes_are_those_of_the_model_with_its_tied_head() -> None:
+    folder = find_model("sokoban-tiny")
+    weights = load_policy("sokoban-tiny", CPU).model.state_dict()
+    assert read_weight_shapes(folder) == {name: tuple(weight.shape) for name, weight in weights.items()}
+
+
+def test_the_shapes_of_several_files_are_put_together(tmp_path: Path) -> None:
+    save_file({"model.embed_tokens.weight": torch.zeros(5, 2)}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"lm_head.weight": torch.zeros(7, 2)}, tmp_path / "model-00002-of-00002.safetensors")
+    assert read_weight_shapes(tmp_path) == {"model.embed_tokens.weight": (5, 2), "lm_head.weight": (7, 2)}
+
+
+SHAPES = {"a": (2,), "b": (3, 1), "c": (1,)}
+
+
+@pytest.mark.parametrize(
+    ("pushed", "passed", "amiss"),
+    [
+        ([("c", (1,)), ("a", (2,)), ("b", (3, 1))], ["c", "a", "b"], []),
+        ([("a", (2,)), ("c", (1,))], ["a", "c"], ["b was left out"]),
+        ([("a", (2,)), ("b", (3, 1)), ("c", (1,)), ("a", (2,))], ["a", "b", "c"], ["a came twice"]),
+        ([("a", (2,)), ("b", (1, 3)), ("c", (1,))], ["a", "c"], ["b has shape (1, 3), not (3, 1)"]),
+        ([("c", (1,)), ("a", (2,)), ("b", (3, 1)), ("lm_head.weight", (5, 1))], ["c", "a", "b", "lm_head.weight"], []),
+        ([("x", (2,)), ("a", (2,))], ["a"], ["x is not of this model", "b was left out", "c was left out"]),
+    ],
+)
+def test_only_the_models_tensors_pass_once_each(
+    pushed: list[tuple[str, tuple[int, ...]]], passed: list[str], amiss: list[str]
+) -> None:
+    wrong: list[str] = []
+    weights: list[tuple[str, Tensor]] = [(name, torch.zeros(shape)) for name, shape in pushed]
+    assert [name for name, _ in check_weights(weights, SHAPES, wrong)] == passed
+    assert wrong == amiss
 
 
 def test_the_library_that_numba_loads_does_not_hinder_vllm() -> None:
