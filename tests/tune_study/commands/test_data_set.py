@@ -85,6 +85,6 @@ def test_a_run_trains_on_a_data_set_and_its_policy_is_exported_with_its_prompt(w
     transcript = get_output(type_words("transcripts", plan.folder, "--arm", "0"))
     assert "Sum up." in transcript
     assert "<think>" not in transcript
-    get_output(type_words("export", plan.folder, "--trial", "0", "--to", "policy"))
+    get_output(type_words("export", plan.folder, "--arm", "0", "--to", "policy"))
     template = json.loads(Path("policy/tokenizer_config.json").read_text())["chat_template"]
     assert 'set thought = ""' in template
