@@ -74,8 +74,8 @@ test: lint
 	$(QUICK) --numprocesses $$(nproc) --maxprocesses 8 --durations 5 \
 		-m "not long and not slow and not faults and not engines and not processes" $(SHOW_VALUES)
 
-# All signals, endings and draws of malformed input; test-ci has the main ones. The longest first, so that all processes
-# end together.
+# All endings and draws of malformed input; test-ci has the main ones, and attack all signals. The longest first, so that
+# all processes end together.
 test-faults: setup compile
 	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci --dist worksteal -m faults tests/faults/test_kills.py tests/faults/test_endings.py
 	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci -m slow tests/faults/test_malformed.py
@@ -97,21 +97,23 @@ test-beside: setup compile
 		2>&1 | while IFS= read -r line; do echo "[tests] $$line"; done
 
 # The files with such tests; tests/conftest.py refuses them elsewhere. To collect all tests takes 15 seconds per process.
-PROCESS_TESTS := tests/faults tests/test_benchmarks.py tests/test_docs.py tests/test_end_to_end.py \
-	tests/test_hub_end_to_end.py tests/tune_study/commands/reading/test_watch.py tests/tune_study/commands/test_doctor.py \
-	tests/tune_study/placement/test_samplers.py tests/tune_study/studies tests/tune_study/tune
+PROCESS_TESTS := tests/faults tests/test_benchmarks.py tests/test_docs.py tests/tune_study/commands/reading/test_watch.py \
+	tests/tune_study/commands/test_doctor.py tests/tune_study/placement/test_samplers.py tests/tune_study/studies tests/tune_study/tune
 test-processes: CACHE := -o cache_dir=.pytest_cache/processes
 test-processes: setup compile
 	{ $(QUICK) $(CACHE) --numprocesses 2 -m "not slow and not engines and (faults or processes)" \
 		$(PROCESS_TESTS) $(SHOW_VALUES); } \
 		2>&1 | while IFS= read -r line; do echo "[processes] $$line"; done
 
-# A JSON line per kind of fault. MINUTES=0: every cell of the tables once, in hours.
-# ONLY="kills inputs": these kinds alone.
+# Each kind of fault is a module that no other target collects. MINUTES=0: every cell once, in hours.
+# ONLY="kills or inputs": these kinds alone. Some mount a small disk at /dev/shm, so that nothing else may be there.
 MINUTES ?= 10
 SEED ?= 0
+ATTACKS := $(addprefix tests/attack/,damaged_files.py hostile/folders.py extremes.py inputs.py kills.py starts.py \
+	surroundings.py growth.py)
 attack: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.attack --minutes $(MINUTES) --seed $(SEED) $(addprefix --only ,$(ONLY))
+	ATTACK_MINUTES=$(MINUTES) ATTACK_SEED=$(SEED) PYTEST_DEBUG_TEMPROOT="$${TMPDIR:-/tmp}" OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -q -rfEs -o filterwarnings=default --timeout 3600 $(ATTACKS) $(if $(ONLY),-k "$(ONLY)")
 
 # Real vLLM and DeepSpeed on the processor: 4 GB, in an environment of their own. vLLM brings torchvision, torchaudio
 # and torchcodec of another build than torch, which break its import; nothing here needs them.

@@ -61,7 +61,6 @@ LONGEST_FILES = (
     "test_run.py",
     "test_docs.py",
     "test_sandbox_run.py",
-    "test_end_to_end.py",
     "test_probe.py",
     "test_report.py",
     "test_disk.py",
@@ -74,8 +73,6 @@ LONGEST_FILES = (
 FILES_WITH_PROCESSES = (
     "tests/test_benchmarks.py",
     "tests/test_docs.py",
-    "tests/test_end_to_end.py",
-    "tests/test_hub_end_to_end.py",
     "tests/tune_study/commands/test_doctor.py",
     "tests/tune_study/placement/test_samplers.py",
     "tests/tune_study/studies/",

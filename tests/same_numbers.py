@@ -1,20 +1,18 @@
 """Check that another version of this project computes the same numbers: both run small studies, which are compared.
 
-    python -m tests.same_numbers run OUTPUT [--checkout DIR]     # DIR has its own .venv; default: this one
-    python -m tests.same_numbers compare OLD NEW                 # exit 1 where a shared column differs in one bit
+    python -m tests.same_numbers run OUTPUT [CHECKOUT]     # CHECKOUT has its own .venv; default: this one
+    python -m tests.same_numbers compare OLD NEW           # exit 1 where a shared column differs in one bit
 
-Run both versions on the same machine. Times are not compared. Columns and tables that have another name in the new
-version are listed in NEW_NAMES.
+Run both versions on the same machine. Times are not compared.
 """
 
-import argparse
 import subprocess
 import sys
 from pathlib import Path
 
 import pandas as pd
 
-from trainable.runs.records import EXTRA_COLLAPSE_COLUMNS, TIME_COLUMNS
+from analysis.data.frames import diff_frames
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = {
@@ -35,105 +33,36 @@ COMMANDS = {
 }
 """What is run, after one another, on the laptop preset -> the folder that it goes to: every family, both engines."""
 
-TABLES = {
-    "trials": ("run_id",),
-    "steps": ("run_id", "step"),
-    "levels": ("run_id", "step", "split", "mode", "level"),
-    "gradients": ("run_id", "source", "step", "prefilter", "component", "bucket"),
-    "gradient_groups": ("run_id", "source", "step", "prefilter", "group"),
-}
-"""Table of the new version -> the columns that name its rows."""
-
-OPTIONAL_COLUMNS = {column.name for column in EXTRA_COLLAPSE_COLUMNS}
-NEW_NAMES = {
-    "rooms": "levels",
-    "room": "level",
-    "empty_steps_in_a_row": "consecutive_empty_steps",
-    "engine_gap_mean": "engine_mismatch_mean",
-    "engine_gap_max": "engine_mismatch_max",
-    "engine_effective_share": "engine_ess_fraction",
-    "padding_share": "padding_fraction",
-    "stand_in_data": "synthetic_data",
-}
-"""Name of a column or a table in the old version -> its name in the new one."""
-
-UNCOMPARED_COLUMNS = (*TIME_COLUMNS, "trial_id", "started_at", "ended_at", "config_hash")
-
-
-def is_compared(name: str) -> bool:
-    """Return whether a column of the old version must be equal: not a time, a name, or a column now on request."""
-    return not (
-        name.startswith(("seconds", "config/", "utilisation_", "matrix_rate"))
-        or name in UNCOMPARED_COLUMNS
-        or name in OPTIONAL_COLUMNS
-    )
-
 
 def run_all(output: Path, checkout: Path) -> int:
     """Run every command with the version in `checkout`; return the first exit code that is not 0."""
     for command, folder in COMMANDS.items():
         words = [str(checkout / ".venv/bin/python"), "-m", "tune_study", *command.split(), "--preset", "laptop"]
         print(command, flush=True)
-        process = subprocess.run(
-            [*words, "--output", str(output / folder)], cwd=checkout, stdout=subprocess.DEVNULL, check=False
-        )
+        process = subprocess.run([*words, "--output", str(output / folder)], cwd=checkout, stdout=subprocess.DEVNULL)
         if process.returncode:
             return process.returncode
     return 0
 
 
-def compare(old: Path, new: Path) -> list[str]:
-    """Return sentences about what differs; empty if every shared column is equal to the last bit."""
+def compare(old: Path, new: Path) -> int:
+    """Print what differs between the tables of two versions; return 1 if anything does."""
     differences: list[str] = []
     for path in sorted(old.glob("*/results/*/*.parquet")):
-        name = path.stem
-        new_path = new / path.parent.relative_to(old) / f"{NEW_NAMES.get(name, name)}.parquet"
-        label = f"{path.parent.name}/{name}"
-        if not new_path.exists():
-            differences.append(f"{label}: no {new_path.name} in the new version")
-            continue
+        name = path.relative_to(old)
+        old_table, new_table = pd.read_parquet(path), pd.read_parquet(new / name)
+        shared_columns = [column for column in old_table if column in new_table]
+        if missing_columns := sorted({*old_table} - {*shared_columns}):
+            differences.append(f"{name}: the new version has no {', '.join(missing_columns)}")
+        names = [column for column in shared_columns if column.startswith(("config/", "config_hash"))]
         differences += [
-            f"{label}: {difference}" for difference in compare_tables(name, *map(pd.read_parquet, (path, new_path)))
+            f"{name}: {line}" for line in diff_frames(old_table[shared_columns], new_table[shared_columns], names)
         ]
-    return differences
-
-
-def compare_tables(name: str, old: pd.DataFrame, new: pd.DataFrame) -> list[str]:
-    """Return sentences about what differs between two versions of one table."""
-    old = old.rename(columns=NEW_NAMES)
-    keys = [key for key in TABLES[NEW_NAMES.get(name, name)] if key in old]
-    old, new = (frame.sort_values(keys, ignore_index=True) for frame in (old, new))
-    if len(old) != len(new):
-        return [f"{len(old)} rows against {len(new)}"]
-    shared_columns = [column for column in old if column in new and is_compared(column)]
-    missing_columns = sorted(column for column in old if column not in new and is_compared(column))
-    differences = [f"{column} is missing in the new version" for column in missing_columns]
-    differences += [
-        f"{column} differs in {int((~equal).sum())} of {len(old)} rows"
-        for column in shared_columns
-        if not (equal := (old[column] == new[column]) | (old[column].isna() & new[column].isna())).all()
-    ]
-    print(f"{name}: {len(shared_columns)} columns of {len(old)} rows compared")
-    return differences
-
-
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    run_parser = commands.add_parser("run")
-    run_parser.add_argument("output", type=Path)
-    run_parser.add_argument("--checkout", type=Path, default=ROOT)
-    compare_parser = commands.add_parser("compare")
-    compare_parser.add_argument("old", type=Path)
-    compare_parser.add_argument("new", type=Path)
-    arguments = parser.parse_args()
-    if arguments.command == "run":
-        sys.exit(run_all(arguments.output.absolute(), arguments.checkout.absolute()))
-    differences = compare(arguments.old, arguments.new)
+        print(f"{name}: {len(shared_columns)} columns of {len(old_table)} rows")
     print("\n".join(differences) or "Every shared column is equal to the last bit.")
-    sys.exit(bool(differences))
+    return int(bool(differences))
 
 
 if __name__ == "__main__":
-    main()
+    first, *others = (Path(word).absolute() for word in sys.argv[2:])
+    sys.exit(run_all(first, *others or [ROOT]) if sys.argv[1] == "run" else compare(first, *others))

@@ -1,19 +1,19 @@
-"""A study on a model of another architecture with its own chat template: run by command, and resumed by hand."""
+"""Trials on a model of another architecture with its own chat template, resumed by hand."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import analysis
+from tests.fakes.command_line import assert_refused, type_words
 from tests.fakes.hub_models import NO_SYSTEM_TEMPLATE, write_small_model
 from tests.fakes.trials import Row, clean_up_trials, drop_times, find_newest_checkpoint, read_run_files, start_trial
 from trainable.models.load import load_policy
 from trainable.ppo.trainer import PPOTrainer
 from trainable.trial import PPO
+
+pytestmark = pytest.mark.long
 
 SETTINGS = {
     "actor__use_kl_loss": True,
@@ -38,11 +38,6 @@ def _no_process_is_left() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_small_model(tmp_path_factory.mktemp("hub") / "small-llama")
-
-
-def run_command(model: Path, output: Path, *options: str) -> "subprocess.CompletedProcess[str]":
-    words = ["run", "kl", "--preset=laptop", f"--model={model}", f"--output={output}", *options]
-    return subprocess.run([sys.executable, "-m", "tune_study", *words], capture_output=True, text=True)
 
 
 def get_trainer(trial: PPO) -> PPOTrainer:
@@ -91,24 +86,12 @@ def test_a_template_without_a_place_for_the_system(tmp_path: Path) -> None:
     assert play_opening(get_trainer(trial)).startswith("<s><|turn|>user\nSokoban\n\nTurn 1:")
 
 
-@pytest.mark.slow  # the tests above run the steps without the command
-def test_the_command_runs_a_study_on_it(llama: Path, tmp_path: Path) -> None:
-    sizes = ("env.env_groups=2", "env.group_size=4", "env.val_env_groups=4", "env.test_env_groups=2", "env.max_turn=2")
-    sizes += ("rollout.response_length=8", "actor.ppo_mini_batch_size=4", "critic.ppo_mini_batch_size=4")
-    options = ("--kl-values=0.01", "--seeds=1", "--steps=2", *(f"--set={size}" for size in sizes))
-    process = run_command(llama, tmp_path, *options)
-    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-3000:]
-    (trial,) = analysis.load(tmp_path).trials.to_dict("records")
-    assert (trial["status"], trial["steps_done"]) == ("completed", 2)
-    assert (tmp_path / "results" / "kl_sweep_small-llama" / "report.html").is_file()
-
-
-def test_a_model_that_is_not_run_starts_nothing(llama: Path, tmp_path: Path) -> None:
+def test_a_model_that_is_not_run_starts_nothing(tmp_path: Path) -> None:
     model = write_small_model(tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
-    output = tmp_path / "out"
-    process = run_command(model, output)
-    assert process.returncode == 2, process.stderr
-    assert "is a LlamaForCausalLM, and its weights are quantized" in " ".join((process.stdout + process.stderr).split())
-    assert not output.exists()
+    assert_refused(
+        type_words("run", "kl", "--preset=laptop", "--model", model, "--output", tmp_path / "out"),
+        "is a LlamaForCausalLM, and its weights are quantized",
+    )
+    assert not (tmp_path / "out").exists()

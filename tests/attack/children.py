@@ -1,18 +1,15 @@
 """Call a function in a child process that has a time limit, so that a fault can hang, crash or change nothing else."""
 
-import io
+import multiprocessing
 import os
-import pickle
 import resource
-import select
-import signal
-import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+FORKS = multiprocessing.get_context("fork")
 TIME_LIMIT_S = 60.0
 """Far more than any command here takes, so that what exceeds it hangs."""
 
@@ -30,63 +27,38 @@ def call_in_child(function: Callable[[], T], seconds: float = TIME_LIMIT_S, max_
 
     max_bytes: limit of the child's memory. Raises ChildError.
     """
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reader)
-        _serve(function, writer, max_bytes)
-    os.close(writer)
+    reader, writer = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=_serve, args=(function, writer, max_bytes))
+    process.start()
+    writer.close()
     try:
-        content = _read_until(reader, time.monotonic() + seconds)
+        if not reader.poll(seconds):
+            raise ChildError(f"did not end within {seconds:.0f} s", is_timeout=True)
+        value, problem = reader.recv()
+    except EOFError:
+        process.join()
+        code = process.exitcode or 0
+        raise ChildError(f"died of signal {-code}" if code < 0 else "ended without a word") from None
     finally:
-        os.close(reader)
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)  # it has sent everything, or takes too long
-        status = os.waitpid(pid, 0)[1]
-    if content is None:
-        raise ChildError(f"did not end within {seconds:.0f} s", is_timeout=True)
-    if not content:
-        raise ChildError(f"died of signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "ended without a word")
-    value: Any = pickle.loads(content)
-    if isinstance(value, _Raised):
-        raise ChildError(value.text)
-    return value
+        process.kill()  # it has sent everything, or takes too long
+        process.join()
+        reader.close()
+    if problem:
+        raise ChildError(problem)
+    result: T = value
+    return result
 
 
-class _Raised:
-    """An error that a child raised, as text."""
-
-    def __init__(self, error: BaseException) -> None:
-        frames = traceback.extract_tb(error.__traceback__)
-        place = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
-        self.text = f"{type(error).__name__}: {str(error)[:600]} ({place})"
-
-
-def _serve(function: Callable[[], object], writer: int, max_bytes: int | None) -> None:
-    """Call the function, send its value or error, and end this process."""
+def _serve(function: Callable[[], object], writer: Connection, max_bytes: int | None) -> None:
+    """Call the function, and send its value or error."""
+    answer: tuple[Any, str]
     try:
         if max_bytes is not None:
             # Not of the address space, of which the engine of Vega only reserves much.
             resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, max_bytes))
-        content = pickle.dumps(function())
+        answer = function(), ""
     except BaseException as error:
-        content = pickle.dumps(_Raised(error))
-    with io.FileIO(writer, "w") as file, suppress(OSError):
-        view = memoryview(content)
-        while view:
-            view = view[file.write(view) :]
-    os._exit(0)
-
-
-def _read_until(reader: int, deadline: float) -> bytes | None:
-    """Read until the other end is closed; None if it is not by then."""
-    chunks: list[bytes] = []
-    while True:
-        patience = max(0.0, deadline - time.monotonic())
-        ready, _, _ = select.select([reader], [], [], patience)
-        if not ready:
-            return None
-        chunk = os.read(reader, 1 << 16)
-        if not chunk:
-            return b"".join(chunks)
-        chunks.append(chunk)
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+        answer = None, f"{type(error).__name__}: {str(error)[:600]} ({place})"
+    writer.send(answer)

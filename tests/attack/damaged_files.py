@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 
 import pandas as pd
+import pytest
 
 import analysis
 from analysis.data.episodes import read_episodes
 from analysis.data.frames import FRAME_NAMES, NONDETERMINISTIC_COLUMNS, StudyFrames
 from analysis.data.load import read_study
-from tests.attack.cells import Cell, Kind, NotPossibleError, Workshop, make_kind
 from tests.attack.children import ChildError, call_in_child
 from tests.attack.sample_study import (
     ENDED_ARM,
@@ -35,9 +35,6 @@ from trainable.files.json_values import DamageWarning
 from trainable.files.paths import UnsafePathError
 from trainable.runs.run_files import LINE_FILES
 from tune_study.plan.errors import PlanError
-
-NAME = "damaged-files"
-SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -127,7 +124,7 @@ def find_file(output: Path, file: FilePattern) -> Path:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(bytes(range(256)) * 4)
         return path
-    raise NotPossibleError("the sample study, which was made without Ray, lacks the file")
+    pytest.skip("the sample study, which was made without Ray, lacks the file")
 
 
 def find_pattern(path: str) -> FilePattern | None:
@@ -148,7 +145,7 @@ def _replace(path: Path, content: bytes) -> None:
 def truncate(path: Path, rng: random.Random, outside: Path) -> None:
     content = path.read_bytes()
     if not content:
-        raise NotPossibleError("an empty file has nothing to cut off")
+        pytest.skip("an empty file has nothing to cut off")
     _replace(path, content[: rng.randrange(max(1, len(content) - 1))])
 
 
@@ -173,7 +170,7 @@ def swap_lines(path: Path, rng: random.Random, outside: Path) -> None:
         size = max(1, len(content) // 4)
         lines = [content[start : start + size] for start in range(0, len(content), size)]
     if len(lines) < 2:
-        raise NotPossibleError("a file of one byte or none has nothing to exchange")
+        pytest.skip("a file of one byte or none has nothing to exchange")
     first = rng.randrange(len(lines) - 1)
     lines[first], lines[first + 1] = lines[first + 1], lines[first]
     _replace(path, b"".join(lines))
@@ -425,42 +422,33 @@ def _iter_tree(folder: Path) -> Iterator[tuple[str, bytes | str]]:
                 yield relative_path, "folder" if path.is_dir() else "special"
 
 
-def list_cells() -> list[Cell]:
-    """List every file x every damage x every command."""
-    return [
-        Cell(f"{file.name}/{damage}/{command}", (file, damage, command))
-        for file in FILES
-        for damage in DAMAGES
-        for command in CHECKS
-        # Nothing records which probes there were, so that a deleted file of them is not missed.
-        if (file.name, damage) != ("ended/probes.jsonl", "delete")
-    ]
-
-
-def try_cell(sample: SampleStudy, workshop: Workshop, cell: Cell, rng: random.Random) -> str | None:
+def damage_and_check(
+    sample: SampleStudy, folder: Path, rng: random.Random, file: FilePattern, damage: str, command: str
+) -> str:
     """Damage a copy of the sample study, run the command in a child process, and check its answer and the home."""
-    file, damage, command = cell.fault
-    folder = workshop.make_folder(f"{NAME}-{cell.name}")
+    home = folder / "home"
+    write_home(home)
+    study = DamagedStudy(sample.copy(folder), home, sample, file)
+    DAMAGES[damage](find_file(folder / "out", file), rng, home)
+    home_before = read_tree(home)
     try:
-        home = folder / "home"
-        write_home(home)
-        study = DamagedStudy(sample.copy(folder), home, sample, file)
-        DAMAGES[damage](find_file(folder / "out", file), rng, home)
-        home_before = read_tree(home)
-        try:
-            problem = call_in_child(partial(CHECKS[command], study))
-        except ChildError as error:
-            problem = str(error)
-        if read_tree(home) != home_before:
-            changed = {path for path, _ in {*read_tree(home).items()} ^ {*home_before.items()}}
-            problem += f" Files outside of the folder changed: {sorted(map(str, changed))[:3]}."
-        if unexpected := set(os.listdir(folder)) - {"out", "home"}:
-            problem += f" Files beside the folder: {unexpected}."
-        return problem or None
-    finally:
-        shutil.rmtree(folder)
+        problem = call_in_child(partial(CHECKS[command], study))
+    except ChildError as error:
+        problem = str(error)
+    if read_tree(home) != home_before:
+        changed = {path for path, _ in {*read_tree(home).items()} ^ {*home_before.items()}}
+        problem += f" Files outside of the folder changed: {sorted(map(str, changed))[:3]}."
+    if unexpected := set(os.listdir(folder)) - {"out", "home"}:
+        problem += f" Files beside the folder: {unexpected}."
+    return problem
 
 
-def make_damaged_files(sample: SampleStudy) -> Kind:
-    """Make the kind of damaged files."""
-    return make_kind(NAME, list_cells(), partial(try_cell, sample), seconds=SECONDS)
+@pytest.mark.parametrize("command", CHECKS)
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_damaged_files(
+    sample: SampleStudy, tmp_path: Path, rng: random.Random, file: FilePattern, damage: str, command: str
+) -> None:
+    if (file.name, damage) == ("ended/probes.jsonl", "delete"):
+        pytest.skip("nothing records which probes there were")
+    assert damage_and_check(sample, tmp_path, rng, file, damage, command) == ""

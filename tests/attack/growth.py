@@ -2,21 +2,21 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import psutil
+import pytest
 
-from tests.attack.cells import Cell, Kind, Outcome, Workshop
 from tests.faults.kills import KL_RECIPE, InterruptedStudy
 
-NAME = "growth"
 STEPS = 400
 TRIALS = 300
 POLL_S = 0.2
@@ -24,30 +24,10 @@ PATIENCE_S = 1800.0
 
 MAX_KILOBYTES_PER_TRIAL = 100.0
 """What an ended trial may take in the driver: Ray Tune's own record of it."""
-MAX_MEMORY_PER_STEP = 100.0
-"""Kilobytes per step in driver and worker. Each keeps the rows of a run, which have several kilobytes as objects."""
+MAX_KILOBYTES_PER_STEP = {"driver_memory": 100.0, "worker_memory": 100.0, "disk": 40.0}
+"""Driver and worker keep the rows of a run, which have several kilobytes as objects. On the disk are rows, and what Ray
+Tune and TensorBoard write about them."""
 MAX_FILES_MORE = 5
-MAX_DISK_PER_STEP = 40.0
-"""Kilobytes per step of rows, and of what Ray Tune and TensorBoard write about them."""
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Megabytes and open files of driver and worker, and megabytes on disk, after a number of steps."""
-
-    step: int
-    driver_memory: float
-    worker_memory: float
-    driver_files: int
-    worker_files: int
-    disk: float
-
-
-def fit_slope(points: Sequence[tuple[float, float]]) -> float:
-    """The least-squares slope of y over x."""
-    mean_x, mean_y = (sum(point[axis] for point in points) / len(points) for axis in (0, 1))
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
 
 
 def count_bytes(folder: Path) -> int:
@@ -61,21 +41,26 @@ def count_bytes(folder: Path) -> int:
     return sizes
 
 
-def take_readings(study: InterruptedStudy, driver: "subprocess.Popen[str]") -> Iterator[Reading]:
-    """Read /proc whenever the study has trained further, until it ends."""
+def take_readings(study: InterruptedStudy, driver: "subprocess.Popen[str]") -> Iterator[dict[str, float]]:
+    """Read megabytes and open files whenever the study has trained further, until it ends."""
     last_step, deadline = 0, time.monotonic() + PATIENCE_S
     while driver.poll() is None and time.monotonic() < deadline:
         step, pids = study.count_rows(), list(study.find_trial_pids().values())
         if step >= last_step + 5 and pids:
             try:
                 processes = psutil.Process(driver.pid), psutil.Process(pids[0])
-                memories = [process.memory_info().rss / 1e6 for process in processes]
-                files = [process.num_fds() for process in processes]
+                reading = {
+                    "step": step,
+                    "driver_memory": processes[0].memory_info().rss / 1e6,
+                    "worker_memory": processes[1].memory_info().rss / 1e6,
+                    "driver_files": processes[0].num_fds(),
+                    "worker_files": processes[1].num_fds(),
+                    "disk": (count_bytes(study.folder) - _count_checkpoint_bytes(study)) / 1e6,
+                }
             except psutil.Error:
                 continue
             last_step = step
-            disk = (count_bytes(study.folder) - _count_checkpoint_bytes(study)) / 1e6
-            yield Reading(step, memories[0], memories[1], files[0], files[1], disk)
+            yield reading
         time.sleep(POLL_S)
 
 
@@ -87,33 +72,26 @@ def _count_checkpoint_bytes(study: InterruptedStudy) -> int:
         return 0
 
 
-def judge(readings: Sequence[Reading]) -> tuple[str, dict[str, Any]]:
+def judge(readings: pd.DataFrame) -> tuple[str, dict[str, Any]]:
     """Fit what grows per step over the second half; return what is too much, and the figures."""
     if len(readings) < 8:
         return f"only {len(readings)} readings", {}
+    first, middle, last = (readings.iloc[index] for index in (0, len(readings) // 4, -1))
     half = readings[len(readings) // 2 :]
-    slopes = {
-        name: round(1e3 * fit_slope([(reading.step, getattr(reading, name)) for reading in half]), 2)
-        for name in ("driver_memory", "worker_memory", "disk")
-    }
-    files = {
-        name: [getattr(readings[0], name), max(getattr(reading, name) for reading in half)]
-        for name in ("driver_files", "worker_files")
-    }
-    limits = {"driver_memory": MAX_MEMORY_PER_STEP, "worker_memory": MAX_MEMORY_PER_STEP, "disk": MAX_DISK_PER_STEP}
-    problems = [f"{name} grows by {slopes[name]} kB per step" for name in limits if slopes[name] > limits[name]]
-    middle = readings[len(readings) // 4]
+    slopes = {name: round(1e3 * np.polyfit(half["step"], half[name], 1)[0], 2) for name in MAX_KILOBYTES_PER_STEP}
+    files = {name: [int(first[name]), int(half[name].max())] for name in ("driver_files", "worker_files")}
+    problems = [
+        f"{name} grows by {slopes[name]} kB per step" for name in slopes if slopes[name] > MAX_KILOBYTES_PER_STEP[name]
+    ]
     problems += [
-        f"{name} grew from {getattr(middle, name)} to {files[name][1]}"
-        for name in files
-        if files[name][1] > getattr(middle, name) + MAX_FILES_MORE
+        f"{name} grew from {middle[name]:.0f} to {most}"
+        for name, (_, most) in files.items()
+        if most > middle[name] + MAX_FILES_MORE
     ]
     figures = {
-        "steps": readings[-1].step,
+        "steps": int(last["step"]),
         "kilobytes_per_step": slopes,
-        "megabytes": {
-            name: [round(getattr(readings[0], name), 1), round(getattr(readings[-1], name), 1)] for name in limits
-        },
+        "megabytes": {name: [round(first[name], 1), round(last[name], 1)] for name in slopes},
         "open_files": files,
     }
     return "; ".join(problems), figures
@@ -133,7 +111,7 @@ def run_one_arm(folder: Path, steps: int) -> tuple[str, dict[str, Any]]:
     study = InterruptedStudy(folder, steps, (), recipe)
     driver = study.start()
     try:
-        readings = list(take_readings(study, driver))
+        readings = pd.DataFrame(take_readings(study, driver))
         code = driver.wait(PATIENCE_S)
     finally:
         study.log.close()
@@ -156,19 +134,14 @@ def run_many_trials(folder: Path, trials: int) -> tuple[str, dict[str, Any]]:
     return (f"{per_trial} kB per trial" if per_trial > MAX_KILOBYTES_PER_TRIAL else ""), figures
 
 
-CHECKS = {"one-arm-400-steps": (run_one_arm, STEPS), "300-trials": (run_many_trials, TRIALS)}
-
-
-def try_cells(workshop: Workshop, cells: Sequence[Cell]) -> Iterator[Outcome]:
-    """Run the studies, and judge what grew."""
-    for cell in cells:
-        folder = workshop.make_folder(f"{NAME}-{cell.name}")
-        check, count = cell.fault
-        problem, figures = check(folder, count)
-        yield Outcome(cell, failure=problem, figures=figures)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def make_growth() -> Kind:
-    """Make the kind of long studies."""
-    return Kind(NAME, [[Cell(name, check)] for name, check in CHECKS.items()], try_cells, uses_ray=True, seconds=200.0)
+@pytest.mark.parametrize(("run", "count"), [(run_one_arm, STEPS), (run_many_trials, TRIALS)])
+def test_growth(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    run: Callable[[Path, int], tuple[str, dict[str, Any]]],
+    count: int,
+) -> None:
+    problem, figures = run(tmp_path, count)
+    with capsys.disabled():
+        print(json.dumps(figures))
+    assert problem == ""

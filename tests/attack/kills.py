@@ -4,38 +4,32 @@ import itertools
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 
 import psutil
+import pytest
 
-from tests.attack.cells import Cell, Kind, NotPossibleError, Outcome, Workshop
+from tests.attack.conftest import RunReference
 from tests.faults.kills import (
     CHECKPOINT_POLL_S,
     KL_RECIPE,
     POLL_S,
     InterruptedStudy,
     Recipe,
-    Tally,
     compare,
     count_recomputed,
     read_last_step,
-    run_uninterrupted,
     wait_for,
 )
 
 SIGNALS = ("KILL", "TERM", "INT", "HUP", "STOP-CONT", "QUIT", "SEGV")
 VICTIMS = ("driver", "worker", "idle-worker", "raylet", "gcs_server", "process-group", "everything")
-PHASES = ("before-study.json", "ray-starting", "between-steps", "checkpoint", "resuming", "last-step")
-"""In the order in which a study comes to them, so that one study can be signalled in all of them."""
-
 WHOLE = ("driver", "process-group", "everything")
 """Victims that exist from the first moment, and whose end is the end of the command."""
 STEPS = 120
@@ -61,6 +55,10 @@ SANDBOX_RECIPE = Recipe(
 SANDBOX_STEPS = 1000
 
 
+class NotPossibleError(Exception):
+    """The signal cannot be sent now; the message says why."""
+
+
 @dataclass(frozen=True)
 class Kill:
     """A signal to a process of a study at some moment."""
@@ -71,23 +69,8 @@ class Kill:
 
     @property
     def name(self) -> str:
-        """The name of the cell."""
+        """How messages name it."""
         return f"{self.victim}/{self.signal}/{self.phase}"
-
-
-def list_batches(
-    victims: Sequence[str] = VICTIMS, signals: Sequence[str] = SIGNALS, phases: Sequence[str] = PHASES
-) -> list[list[Cell]]:
-    """List the cells, those of one study together. Before study.json there is no Ray, and so no process of it."""
-    return [
-        [
-            Cell(kill.name, kill)
-            for phase in phases
-            if phase != "before-study.json" or victim in WHOLE
-            for kill in [Kill(victim, signal_name, phase)]
-        ]
-        for victim, signal_name in itertools.product(victims, signals)
-    ]
 
 
 @dataclass
@@ -96,7 +79,7 @@ class KilledStudy:
 
     driver: its command, if it has been started. log_start: where the log of this start begins. last_killed_steps: the
     steps of the runs whose processes were killed: they are killed again only after a further step, because three
-    failures without progress end a run.
+    failures without progress end a run. sent: the names of the signals that were sent.
     """
 
     study: InterruptedStudy
@@ -104,7 +87,7 @@ class KilledStudy:
     driver: "subprocess.Popen[str] | None" = None
     log_start: int = 0
     last_killed_steps: dict[Path, int] = field(default_factory=dict)
-    tally: Tally = field(default_factory=Tally)
+    sent: list[str] = field(default_factory=list)
 
     @property
     def is_alive(self) -> bool:
@@ -207,20 +190,27 @@ def wait_for_last_step(killed: KilledStudy) -> bool:
     return _wait_for(killed, is_at_end, 0.02)
 
 
-WAITS: dict[str, Callable[[KilledStudy], bool]] = dict(
-    zip(
-        PHASES,
-        (
-            wait_before_study_file,
-            wait_for_ray_to_start,
-            wait_between_steps,
-            wait_for_checkpoint,
-            wait_for_resume,
-            wait_for_last_step,
-        ),
-        strict=True,
-    )
-)
+WAITS: dict[str, Callable[[KilledStudy], bool]] = {
+    "before-study.json": wait_before_study_file,
+    "ray-starting": wait_for_ray_to_start,
+    "between-steps": wait_between_steps,
+    "checkpoint": wait_for_checkpoint,
+    "resuming": wait_for_resume,
+    "last-step": wait_for_last_step,
+}
+"""In the order in which a study comes to them, so that one study can be signalled in all of them."""
+
+
+def list_kills(
+    victims: Sequence[str] = VICTIMS, signals: Sequence[str] = SIGNALS, phases: Iterable[str] = WAITS
+) -> dict[str, list[Kill]]:
+    """List the signals of each study. Before study.json there is no Ray, and so no process of it."""
+    return {
+        f"{victim}/{signal_name}": [
+            Kill(victim, signal_name, phase) for phase in phases if phase != "before-study.json" or victim in WHOLE
+        ]
+        for victim, signal_name in itertools.product(victims, signals)
+    }
 
 
 # Victims.
@@ -313,13 +303,12 @@ def try_kill(killed: KilledStudy, kill: Kill) -> str:
             return problem
         raise NotPossibleError("the command ended before that moment")
     processes = send(killed, kill)
-    killed.tally.kills[kill.name] += 1
+    killed.sent.append(kill.name)
     is_over = kill.victim in WHOLE and kill.signal != "STOP-CONT"
     if kill.victim in ("raylet", "gcs_server"):  # without its daemons the command must end by itself
         time.sleep(0.5)
         is_over = not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
     problem = killed.wait() if is_over else ""
-    count_recomputed(killed.study, killed.tally)
     if killed.study.count_rows() < rows_before:
         problem += " Rows were lost from the files."
     return problem
@@ -335,78 +324,59 @@ def finish(killed: KilledStudy, reference: InterruptedStudy) -> str:
         problem = killed.wait()
         if not problem and driver.returncode != 0:
             problem = f"`resume` ended with {driver.returncode}: {killed.read_log()[-400:]}"
-    differences = compare(killed.study, reference, killed.tally) if not problem else []
-    if killed.tally.count_errors() and not differences:
-        differences = [f"{killed.tally}"]
-    if killed.tally.most_recomputed_by_a_kill > killed.study.recipe.max_recomputed:
-        differences.append(f"a kill cost {killed.tally.most_recomputed_by_a_kill} steps")
-    return problem or "; ".join(differences[:4])
+    return problem or find_differences(killed.study, reference)
 
 
-@lru_cache(maxsize=4)
-def run_reference(folder: Path, steps: int, recipe: Recipe) -> InterruptedStudy:
-    """Run the study that is never disturbed, once for an attack."""
-    output = folder / f"straight-{recipe.name}-{steps}"
-    output.mkdir()
-    return run_uninterrupted(output, steps, (), recipe, PATIENCE_S)
+def find_differences(study: InterruptedStudy, reference: InterruptedStudy) -> str:
+    """Return how an ended study differs from one that was never disturbed, and what its kills cost beyond measure."""
+    differences = compare(study, reference)
+    if "is not used" in (study.output / "command.log").read_text():
+        differences.append("a state was not used")
+    if (recomputed := count_recomputed(study)) > study.recipe.max_recomputed:
+        differences.append(f"a kill cost {recomputed} steps")
+    return "; ".join(differences[:4])
 
 
-def signal_study(killed: KilledStudy, cells: Sequence[Cell]) -> list[Outcome]:
-    """Signal a study in all these ways, one after the other."""
-    outcomes: list[Outcome] = []
-    for cell in cells:
+def signal_study(killed: KilledStudy, kills: Sequence[Kill]) -> list[str]:
+    """Signal a study in all these ways, one after the other; return what is wrong."""
+    problems = []
+    for kill in kills:
         try:
-            outcomes.append(Outcome(cell, failure=try_kill(killed, cell.fault)))
+            if problem := try_kill(killed, kill):
+                problems.append(f"{kill.name}: {problem}")
         except NotPossibleError as error:
-            outcomes.append(Outcome(cell, obstacle=str(error)))
+            print(f"{kill.name}: {error}")
         except AssertionError as error:
-            outcomes.append(Outcome(cell, failure=f"{error}: {killed.read_log()[-300:]}"))
-    return outcomes
+            problems.append(f"{kill.name}: {error}: {killed.read_log()[-300:]}")
+    return problems
 
 
-def try_study(workshop: Workshop, cells: Sequence[Cell], kind: str, steps: int, recipe: Recipe) -> Iterator[Outcome]:
-    """Signal one study in all these ways, one after the other, and compare it at its end.
-
-    What is wrong at the end is the failure of its last cell: any of the cells may have caused it.
-    """
-    reference = run_reference(workshop.folder, steps, recipe)
-    output = workshop.make_folder(f"{kind}-{cells[0].name}")
-    rng = workshop.make_rng(kind, cells[0])
-    killed = KilledStudy(InterruptedStudy(output, steps, (), recipe), rng)
+def check_kills(killed: KilledStudy, reference: InterruptedStudy, kills: Sequence[Kill]) -> None:
+    """Signal one study in all these ways, and compare it at its end."""
     try:
-        outcomes = signal_study(killed, cells)
-        if problem := finish(killed, reference):
-            last = outcomes[-1]
-            names = ", ".join(cell.name for cell in cells)
-            outcomes[-1] = Outcome(last.cell, failure=f"{last.failure} At the end of {names}: {problem}".strip())
+        assert signal_study(killed, kills) == []
+        assert finish(killed, reference) == ""
     finally:
         for process in killed.study.find_processes():
             process.kill()
-    yield from outcomes
-    if not any(outcome.failure for outcome in outcomes):
-        shutil.rmtree(output, ignore_errors=True)
+    if not killed.sent:
+        pytest.skip("no signal could be sent")
 
 
-def _make_kill_kind(name: str, batches: list[list[Cell]], steps: int, recipe: Recipe) -> Kind:
-    return Kind(
-        name,
-        batches,
-        lambda workshop, cells: try_study(workshop, cells, name, steps, recipe),
-        uses_ray=True,
-        seconds=150.0,
-    )
+STUDIES = list_kills()
+SANDBOX_STUDIES = list_kills(
+    ("driver", "worker", "everything"), ("KILL", "TERM"), ("ray-starting", "between-steps", "checkpoint", "resuming")
+)
 
 
-def make_kills() -> Kind:
-    """Make the kind of signals to studies of a language model."""
-    return _make_kill_kind("kills", list_batches(), STEPS, KL_RECIPE)
+@pytest.mark.parametrize("kills", STUDIES.values(), ids=STUDIES)
+def test_kills(tmp_path: Path, rng: random.Random, run_reference: RunReference, kills: Sequence[Kill]) -> None:
+    study = InterruptedStudy(tmp_path, STEPS)
+    check_kills(KilledStudy(study, rng), run_reference(STEPS, KL_RECIPE), kills)
 
 
-def make_sandbox_kills() -> Kind:
-    """Make the kind of signals to studies of update rules, whose trials train several seeds."""
-    batches = list_batches(
-        ("driver", "worker", "everything"),
-        ("KILL", "TERM"),
-        ("ray-starting", "between-steps", "checkpoint", "resuming"),
-    )
-    return _make_kill_kind("sandbox-kills", batches, SANDBOX_STEPS, SANDBOX_RECIPE)
+@pytest.mark.parametrize("kills", SANDBOX_STUDIES.values(), ids=SANDBOX_STUDIES)
+def test_sandbox_kills(tmp_path: Path, rng: random.Random, run_reference: RunReference, kills: Sequence[Kill]) -> None:
+    """Studies of update rules, whose trials train several seeds."""
+    study = InterruptedStudy(tmp_path, SANDBOX_STEPS, (), SANDBOX_RECIPE)
+    check_kills(KilledStudy(study, rng), run_reference(SANDBOX_STEPS, SANDBOX_RECIPE), kills)

@@ -2,7 +2,6 @@
 
 import importlib
 import io
-import json
 import os
 import shutil
 import subprocess
@@ -13,23 +12,21 @@ from contextlib import ExitStack, chdir, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
 from rich.console import Console
-from typer.testing import CliRunner
 
 import analysis
 from analysis.data.episodes import read_episodes
 from analysis.data.frames import StudyFrames
 from search_spaces.catalog import STUDIES
 from tests.attack.children import call_in_child
+from tests.fakes.command_line import Answer, type_words
 from trainable.runs.episode_lines import RecordedEpisode
 from trainable.runs.failures import RunFailedError
 from trainable.runs.history import RunHistory, make_final_status
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import ENDED_STATUSES, StatusRecord, write_record
 from trainable.trial import PPO
-from tune_study.commands.cli import app
 from tune_study.folder import outputs
 from tune_study.folder.statuses import find_finished_runs, make_timestamp
 from tune_study.folder.study_file import check_unchanged, merge_with_folder, plan_from_folder
@@ -64,27 +61,11 @@ EpisodesByRun = Mapping[str, Sequence[RecordedEpisode]]
 """The recorded episodes of the runs of a study, by run_id."""
 
 
-class Answer(NamedTuple):
-    """The answer to a command."""
-
-    code: int
-    out: str
-    err: str
-
-
-class CommandError(Exception):
-    """A command ended with a traceback; the message is its last line."""
-
-
 def run_command(words: Sequence[str], folder: Path, home: Path) -> Answer:
-    """Run a command line in this process, in `folder`, with another home folder. Raises CommandError."""
-    environment = {"CUDA_VISIBLE_DEVICES": "", "HOME": str(home), "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+    """Run a command line in this process, in `folder`, with another home folder."""
     with chdir(folder), warnings.catch_warnings():
         show_warnings()  # as the command does
-        result = CliRunner(env=environment).invoke(app, list(words), prog_name="python -m tune_study")
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise CommandError(f"`{words[0]}`: {type(result.exception).__name__}: {str(result.exception)[:400]}")
-    return Answer(result.exit_code, result.stdout, result.stderr)
+        return type_words(*words, CUDA_VISIBLE_DEVICES="", HOME=str(home), COLUMNS="200", HF_HUB_OFFLINE="1")
 
 
 def train_without_ray(plan: StudyPlan, max_steps: int = 1_000) -> dict[str, StatusRecord]:
@@ -224,12 +205,6 @@ def list_files(output: Path) -> list[str]:
     return sorted(
         os.path.relpath(os.path.join(folder, name), output) for folder, _, names in os.walk(output) for name in names
     )
-
-
-def read_json(path: Path) -> dict[str, object]:
-    """Read a JSON object."""
-    content: dict[str, object] = json.loads(path.read_text())
-    return content
 
 
 def preload_modules(sample: SampleStudy) -> None:

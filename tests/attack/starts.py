@@ -1,23 +1,22 @@
 """Several commands on one folder at the same moment: one wins, the others say so, and the tables are those of one."""
 
-import random
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from tests.attack.cells import Cell, Kind, Workshop, make_kind
-from tests.attack.kills import run_reference
-from tests.faults.kills import KL_RECIPE, InterruptedStudy, Tally, compare, restore_signal_handlers, wait_for
+import pytest
 
-NAME = "starts"
-SECONDS = 90.0
+from tests.attack.conftest import RunReference
+from tests.faults.kills import KL_RECIPE, InterruptedStudy, compare, restore_signal_handlers, wait_for
+
 STEPS = 40
 PATIENCE_S = 300.0
 EXTENDED_VALUES = "--kl-values=0,0.1"
 FIRST_VALUE = "--kl-values=0"
 
 Words = Sequence[str]
+Check = Callable[[InterruptedStudy, InterruptedStudy], str]
 
 
 def start_command(study: InterruptedStudy, words: Words, number: int) -> "subprocess.Popen[str]":
@@ -59,7 +58,9 @@ def read_logs(study: InterruptedStudy) -> str:
     return "\n".join(path.read_text(errors="replace") for path in sorted(study.log_folder.glob("command*.log")))
 
 
-def check_end(study: InterruptedStudy, workshop: Workshop, codes: Sequence[int], allowed: Sequence[int]) -> str:
+def check_end(
+    study: InterruptedStudy, reference: InterruptedStudy, codes: Sequence[int], allowed: Sequence[int]
+) -> str:
     """Return what is wrong: an exit code, a traceback, a process that is left, or a difference in the tables."""
     logs = read_logs(study)
     if set(codes) - set(allowed):
@@ -69,26 +70,24 @@ def check_end(study: InterruptedStudy, workshop: Workshop, codes: Sequence[int],
     if left := study.wait_and_count_orphans():
         return f"{left} processes were left behind"
     (study.output / "command.log").touch()
-    reference = run_reference(workshop.folder, STEPS, KL_RECIPE)
-    differences = compare(study, reference, Tally())
-    return "; ".join(differences[:4])
+    return "; ".join(compare(study, reference)[:4])
 
 
-def start_four_runs(study: InterruptedStudy, workshop: Workshop) -> str:
+def start_four_runs(study: InterruptedStudy, reference: InterruptedStudy) -> str:
     """Four `run`s in one new folder: one trains, the others are refused or wait for nothing."""
     commands = [start_command(study, make_run_words(study), number) for number in range(4)]
     codes = wait_for_codes(study, commands)
     if codes.count(0) < 1:
         return f"exit codes {codes}: {read_logs(study)[-400:]}"
-    return check_end(study, workshop, codes, (0, 2))
+    return check_end(study, reference, codes, (0, 2))
 
 
-def start_run_and_resumes(study: InterruptedStudy, workshop: Workshop) -> str:
+def start_run_and_resumes(study: InterruptedStudy, reference: InterruptedStudy) -> str:
     """A `run` and, as soon as it is in the folder, two `resume`s of it."""
     commands = [start_command(study, make_run_words(study), 0)]
     wait_for_study_file(study, commands[0])
     commands += [start_command(study, ["resume", str(study.folder)], number) for number in (1, 2)]
-    return check_end(study, workshop, wait_for_codes(study, commands), (0, 2))
+    return check_end(study, reference, wait_for_codes(study, commands), (0, 2))
 
 
 def wait_for_study_file(study: InterruptedStudy, command: "subprocess.Popen[str]") -> None:
@@ -101,7 +100,7 @@ def wait_for_rows(study: InterruptedStudy, command: "subprocess.Popen[str]", cou
     wait_for(lambda: study.count_rows() >= count, command, PATIENCE_S)
 
 
-def extend_while_running(study: InterruptedStudy, workshop: Workshop) -> str:
+def extend_while_running(study: InterruptedStudy, reference: InterruptedStudy) -> str:
     """`run --extend` of a study that runs is refused; after its end it adds the new arm."""
     commands = [start_command(study, make_run_words(study, FIRST_VALUE), 0)]
     wait_for_rows(study, commands[0], 3)
@@ -111,25 +110,25 @@ def extend_while_running(study: InterruptedStudy, workshop: Workshop) -> str:
     if codes != [0] or early_code not in (0, 2):
         return f"exit codes {codes}, of --extend {early_code}: {read_logs(study)[-400:]}"
     late = start_command(study, make_run_words(study, "--extend"), 2)
-    return check_end(study, workshop, wait_for_codes(study, [late]), (0,))
+    return check_end(study, reference, wait_for_codes(study, [late]), (0,))
 
 
-def read_while_running(words: Callable[[InterruptedStudy], Words]) -> Callable[[InterruptedStudy, Workshop], str]:
+def read_while_running(words: Callable[[InterruptedStudy], Words]) -> Check:
     """Run a command in a loop while the study runs."""
 
-    def check(study: InterruptedStudy, workshop: Workshop) -> str:
+    def check(study: InterruptedStudy, reference: InterruptedStudy) -> str:
         commands = [start_command(study, make_run_words(study), 0)]
         wait_for_study_file(study, commands[0])
         codes: list[int] = []
         while commands[0].poll() is None:
             codes.append(start_command(study, words(study), len(codes) + 1).wait(PATIENCE_S))
         # A report of a study that has not one row yet may have nothing to show.
-        return check_end(study, workshop, [*wait_for_codes(study, commands), *codes], (0,))
+        return check_end(study, reference, [*wait_for_codes(study, commands), *codes], (0,))
 
     return check
 
 
-def kill_and_start_at_once(study: InterruptedStudy, workshop: Workshop) -> str:
+def kill_and_start_at_once(study: InterruptedStudy, reference: InterruptedStudy) -> str:
     """The driver is killed, and two `resume`s start while its processes still end."""
     command = start_command(study, make_run_words(study), 0)
     wait_for_rows(study, command, 4)
@@ -139,10 +138,10 @@ def kill_and_start_at_once(study: InterruptedStudy, workshop: Workshop) -> str:
     codes = wait_for_codes(study, commands)
     if codes.count(0) < 1:
         return f"exit codes {codes}: {read_logs(study)[-400:]}"
-    return check_end(study, workshop, codes, (0, 2))
+    return check_end(study, reference, codes, (0, 2))
 
 
-CHECKS: dict[str, Callable[[InterruptedStudy, Workshop], str]] = {
+CHECKS: dict[str, Check] = {
     "four-runs": start_four_runs,
     "run-and-two-resumes": start_run_and_resumes,
     "extend-while-running": extend_while_running,
@@ -154,17 +153,11 @@ CHECKS: dict[str, Callable[[InterruptedStudy, Workshop], str]] = {
 }
 
 
-def try_cell(workshop: Workshop, cell: Cell, rng: random.Random) -> str | None:
-    """Run the commands of a cell in a new folder, and check what they leave."""
-    study = InterruptedStudy(workshop.make_folder(f"{NAME}-{cell.name}"), STEPS)
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+def test_starts(tmp_path: Path, run_reference: RunReference, check: Check) -> None:
+    study = InterruptedStudy(tmp_path, STEPS)
     try:
-        return CHECKS[cell.name](study, workshop) or None
+        assert check(study, run_reference(STEPS, KL_RECIPE)) == ""
     finally:
         for process in study.find_processes():
             process.kill()
-        shutil.rmtree(study.output, ignore_errors=True)
-
-
-def make_starts() -> Kind:
-    """Make the kind of commands at once."""
-    return make_kind(NAME, [Cell(name, name) for name in CHECKS], try_cell, uses_ray=True, seconds=SECONDS)

@@ -48,5 +48,5 @@ def get_output(answer: str | Answer) -> str:
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """Read every file below a folder, by its path."""
-    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    """Read every file below a folder, by its path from there."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

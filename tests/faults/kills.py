@@ -11,9 +11,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -52,34 +51,6 @@ AGENT_EXIT_S = 90.0
 POLL_S = 0.05
 CHECKPOINT_POLL_S = 0.002
 """A checkpoint is half-written for milliseconds only. Elsewhere a test must not take the CPU from what it waits for."""
-
-
-@dataclass
-class Tally:
-    """Counts of what was done to studies and of what it caused."""
-
-    kills: Counter[str] = field(default_factory=Counter)
-    studies: int = 0
-    rows: int = 0
-    rows_lost: int = 0
-    rows_duplicated: int = 0
-    rows_different: int = 0
-    states_misread: int = 0
-    weights_different: int = 0
-    steps_recomputed: int = 0
-    most_recomputed_by_a_kill: int = 0
-    processes_left: int = 0
-
-    def count_errors(self) -> int:
-        """Return the sum of all counts that must be zero."""
-        return (
-            self.rows_lost
-            + self.rows_duplicated
-            + self.rows_different
-            + self.states_misread
-            + self.weights_different
-            + self.processes_left
-        )
 
 
 def restore_signal_handlers() -> None:
@@ -276,17 +247,15 @@ def _iter_raw_steps(run_dir: Path) -> Iterator[int]:
             yield int(match.group(1))
 
 
-def count_recomputed(study: InterruptedStudy, tally: Tally) -> None:
-    """Count the steps that were trained again, which are the steps that go back in the files of rows."""
-    n_recomputed = 0
+def count_recomputed(study: InterruptedStudy) -> int:
+    """Return the most steps that were trained again at once: how far the steps go back in a file of rows."""
+    most_steps = 0
     for run_dir in study.find_run_dirs():
         highest_step = 0
         for step in _iter_raw_steps(run_dir):
-            if step <= highest_step:
-                n_recomputed += 1
-                tally.most_recomputed_by_a_kill = max(tally.most_recomputed_by_a_kill, highest_step - step + 1)
-            highest_step = max(step, highest_step) if step > highest_step else highest_step
-    tally.steps_recomputed = max(tally.steps_recomputed, n_recomputed)
+            most_steps = max(most_steps, highest_step - step + 1)
+            highest_step = max(step, highest_step)
+    return most_steps
 
 
 def finish(study: InterruptedStudy) -> None:
@@ -302,7 +271,7 @@ def read_status_output(folder: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def compare(study: InterruptedStudy, reference_study: InterruptedStudy, tally: Tally) -> list[str]:
+def compare(study: InterruptedStudy, reference_study: InterruptedStudy) -> list[str]:
     """Compare tables, rows and final weights with an uninterrupted study; return the differences as sentences."""
     frames, reference_frames = analysis.load(study.output), analysis.load(reference_study.output)
     differences = []
@@ -311,17 +280,10 @@ def compare(study: InterruptedStudy, reference_study: InterruptedStudy, tally: T
             getattr(frames, name), getattr(reference_frames, name), ignored_columns=UNCOMPARED_COLUMNS
         )
         differences += [f"{name}: {difference}" for difference in frame_differences]
-    tally.studies += 1
-    tally.rows += len(frames.steps)
-    tally.rows_different += len(differences)
-    tally.rows_duplicated += int(pd.read_parquet(study.folder / "steps.parquet").duplicated(["run_id", "step"]).sum())
-    expected_steps = set(zip(reference_frames.steps["run_id"], reference_frames.steps["step"], strict=True))
-    steps = set(zip(frames.steps["run_id"], frames.steps["step"], strict=True))
-    tally.rows_lost += len(expected_steps - steps)
-    tally.states_misread += (study.output / "command.log").read_text().count("is not used")
+    if pd.read_parquet(study.folder / "steps.parquet").duplicated(["run_id", "step"]).any():
+        differences.append("steps: a step has two rows")
     for run_dir, reference_dir in zip(study.find_run_dirs(), reference_study.find_run_dirs(), strict=True):
         if not _has_same_weights(run_dir, reference_dir):
-            tally.weights_different += 1
             differences.append(f"{run_dir.name}: the last state differs")
     return differences
 

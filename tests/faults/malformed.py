@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, TypeVar
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seed_examples
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from search_spaces.catalog import FAMILIES, STUDIES, SUITES
 from search_spaces.declaration.presets import PRESETS
 from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import PPO
+from tests.fakes.command_line import type_words
 from trainable.config.aliases import ALIASES
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, apply_overrides, list_field_names
@@ -29,7 +29,6 @@ from trainable.config.setting_types import MAX_FLOAT, MAX_INTEGER, MIN_FLOAT
 from trainable.families import Family
 from trainable.files.json_values import DamageWarning
 from trainable.runs.study_record import MAX_SEEDS
-from tune_study.commands.cli import app
 from tune_study.plan.study_plan import WANDB_MODES
 
 LONGEST_ANSWER = 4000
@@ -38,6 +37,7 @@ T = TypeVar("T")
 Words = tuple[str, ...]
 Line = st.SearchStrategy[Words]
 Check = Callable[[int], "Tally"]
+SeededCheck = Callable[..., "Tally"]
 
 
 class Tally(NamedTuple):
@@ -98,11 +98,9 @@ def type_in(args: Sequence[str], folder: Path) -> Answer:
     environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_CACHE": str(folder / "no-such-cache"), "HOME": str(folder)}
     with chdir(folder), warnings.catch_warnings():
         warnings.simplefilter("ignore", DamageWarning)  # outside of the tests, a warning is no error
-        result = CliRunner(env=environment).invoke(app, list(args), prog_name="python -m tune_study")
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise AssertionError(f"a traceback for {list(args)!r}") from result.exception
+        answer = type_words(*args, **environment)
     files = tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("*")))
-    return Answer(result.exit_code, result.stdout, result.stderr, files)
+    return Answer(*answer, files)
 
 
 def type_in_anywhere(args: Sequence[str]) -> Answer:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from search_spaces.catalog import STUDIES
+from tests.fakes.command_line import read_files
 from tests.fakes.run_folders import FakeRun, FakeStudy
 from tests.fakes.run_folders import write_study as write_fake_study
 from tests.faults.malformed import Tally, assert_clear, check_examples, draw_equally, type_in
@@ -49,11 +50,6 @@ def write_valid_study(folder: Path) -> StudyPlan:
     )
     write_record(plan.get_run_dir(first_run_id), status)
     return plan
-
-
-def read_contents(folder: Path) -> dict[str, bytes]:
-    """Return the content of every file below `folder` by its relative path."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def change_value(document: Any, path: Sequence[Any], value: Any, is_lost: bool) -> Any:
@@ -126,10 +122,10 @@ def check_reading(valid_folder: Path, plan: StudyPlan, damage: Damage) -> str:
     with TemporaryDirectory() as name:
         folder = Path(name)
         write_damaged_copy(folder, valid_folder, damage)
-        contents_before = read_contents(folder)
+        contents_before = read_files(folder)
         commands = (["status", RUN], ["resume", "--dry-run", RUN], ["replay-stoppers", RUN])
         status, resume, replay = answers = [type_in(command, folder) for command in commands]
-        assert read_contents(folder) == contents_before
+        assert read_files(folder) == contents_before
         for answer in answers:
             assert answer.code in (0, 2), answer
             if answer.code == 2:
@@ -156,9 +152,9 @@ def check_report(valid_folder: Path, damage: Damage) -> str:
     with TemporaryDirectory() as name:
         folder = Path(name)
         write_damaged_copy(folder, valid_folder, damage)
-        contents_before = read_contents(folder)
+        contents_before = read_files(folder)
         answer = type_in(["report", RUN], folder)
-        contents_after = read_contents(folder)
+        contents_after = read_files(folder)
         assert {path: contents_after.get(path) for path in contents_before} == contents_before
         assert (answer.code == 0) == (f"{RUN}/report.html" in contents_after), answer
         if answer.code == 1:
@@ -179,7 +175,7 @@ def make_valid_study() -> Iterator[tuple[Path, StudyPlan, Mapping[str, bytes]]]:
     """Make a valid study in a new folder; yield the folder, the plan and the files."""
     with TemporaryDirectory() as name:
         plan = write_valid_study(Path(name))
-        yield Path(name), plan, read_contents(Path(name))
+        yield Path(name), plan, read_files(Path(name))
 
 
 def check_folders(examples: int, seed: int | None = None) -> Tally:

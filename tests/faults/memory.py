@@ -7,10 +7,10 @@ import ctypes
 import gc
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
 from rich.console import Console
 
@@ -30,13 +30,6 @@ class Reading(NamedTuple):
     n_ended: int
     resident: float
     rows: float
-
-
-class Watched(Progress):
-    """Progress that reads the memory as runs end."""
-
-    take_readings: list[Reading]
-    plan: StudyPlan
 
 
 def make_tiny_plan(folder: Path, trials: int) -> StudyPlan:
@@ -75,20 +68,18 @@ def take_readings(folder: Path, trials: int, interval: int) -> list[Reading]:
     return readings
 
 
-def fit_slopes(readings: Sequence[Reading]) -> tuple[float, float]:
-    """Fit the kilobytes of memory and of rows per trial: least squares over the second half of the readings."""
-    second_half = readings[len(readings) // 2 :]
-    mean_ended = sum(reading.n_ended for reading in second_half) / len(second_half)
-    weight = sum((reading.n_ended - mean_ended) ** 2 for reading in second_half)
-    resident = sum((reading.n_ended - mean_ended) * reading.resident for reading in second_half) / weight
-    rows = sum((reading.n_ended - mean_ended) * reading.rows for reading in second_half) / weight
-    return 1e3 * resident, 1e3 * rows
-
-
 if __name__ == "__main__":
     n_trials = int(sys.argv[2])
     memory_readings = take_readings(Path(sys.argv[1]), n_trials, max(1, n_trials // 15))
-    resident_slope, rows_slope = fit_slopes(memory_readings)
+    # Kilobytes per trial, over the second half of the readings.
+    resident_slope, rows_slope = (
+        1e3
+        * np.polyfit(
+            [reading.n_ended for reading in memory_readings[len(memory_readings) // 2 :]],
+            [(reading.resident, reading.rows) for reading in memory_readings[len(memory_readings) // 2 :]],
+            1,
+        )[0]
+    )
     figures = {
         "trials": n_trials,
         "megabytes": [round(reading.resident, 1) for reading in memory_readings],

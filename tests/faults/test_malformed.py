@@ -8,6 +8,7 @@ import pytest
 from analysis.data.frames import FRAME_NAMES, diff_frames
 from analysis.data.load import read_study
 from search_spaces.catalog import FAMILIES
+from tests.fakes.command_line import read_files
 from tests.fakes.lines import chain_lines
 from tests.faults import malformed, malformed_folders
 from tests.faults.malformed import assert_refused, check_any_line, check_line, check_settings
@@ -20,7 +21,6 @@ from tests.faults.malformed_folders import (
     check_report,
     drop_checksum,
     encode_document,
-    read_contents,
     write_valid_study,
 )
 from trainable.config.run_config import RunConfig
@@ -137,7 +137,7 @@ class ValidStudy:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.plan = folder, write_valid_study(folder)
-        self.files = read_contents(folder)
+        self.files = read_files(folder)
 
     def make_damage(self, name: str, path: tuple[object, ...], value: object = None, is_lost: bool = False) -> Damage:
         document = change_value(drop_checksum(json.loads(self.files[name])), path, value, is_lost)

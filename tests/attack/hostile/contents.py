@@ -3,7 +3,6 @@
 import hashlib
 import json
 import pickle
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +39,7 @@ class HostileCopy:
         return self.folder / "runs" / self.run_ids[number]
 
 
-Change = Callable[[HostileCopy, random.Random], None]
+Change = Callable[[HostileCopy], None]
 Content = dict[str, Any]
 
 
@@ -66,7 +65,7 @@ TEXTS = {
 }
 
 
-def _change_study_texts(text: str, copy: HostileCopy, rng: random.Random) -> None:
+def _change_study_texts(text: str, copy: HostileCopy) -> None:
     """Texts of study.json that no command compares with anything."""
 
     def edit(content: Content) -> None:
@@ -78,7 +77,7 @@ def _change_study_texts(text: str, copy: HostileCopy, rng: random.Random) -> Non
     edit_json(copy.folder / "study.json", edit)
 
 
-def _change_arm_texts(text: str, copy: HostileCopy, rng: random.Random) -> None:
+def _change_arm_texts(text: str, copy: HostileCopy) -> None:
     """The names of arms, labels, axis and study, in study.json and run.json alike."""
 
     def edit_run(content: Content) -> None:
@@ -95,7 +94,7 @@ def _change_arm_texts(text: str, copy: HostileCopy, rng: random.Random) -> None:
         edit_json(copy.run_dir(number) / "run.json", edit_run)
 
 
-def _change_status_texts(text: str, copy: HostileCopy, rng: random.Random) -> None:
+def _change_status_texts(text: str, copy: HostileCopy) -> None:
     """The texts of status.json, of run.json and of the logs."""
     for number in (0, 1):
         edit_json(
@@ -119,7 +118,7 @@ def rewrite_rows(path: Path, edit: Callable[[Content], object]) -> None:
     path.write_bytes(chain_lines(lines))
 
 
-def _change_row_texts(text: str, copy: HostileCopy, rng: random.Random) -> None:
+def _change_row_texts(text: str, copy: HostileCopy) -> None:
     """The texts of rows, evaluations and analyses, with right checksums."""
     for number in (0, 1):
         for name in LINE_FILES:
@@ -136,7 +135,7 @@ def _replace_texts(text: str, row: Content) -> None:
         inner_row.update({name: text for name, value in inner_row.items() if isinstance(value, str)})
 
 
-TEXT_PLACES: dict[str, Callable[[str, HostileCopy, random.Random], None]] = {
+TEXT_PLACES: dict[str, Callable[[str, HostileCopy], None]] = {
     "study": _change_study_texts,
     "arms": _change_arm_texts,
     "status": _change_status_texts,
@@ -156,12 +155,12 @@ RUN_IDS: dict[str, object] = {
 }
 
 
-def _change_run_id(run_id: object, copy: HostileCopy, rng: random.Random) -> None:
+def _change_run_id(run_id: object, copy: HostileCopy) -> None:
     edit_json(copy.folder / "study.json", lambda content: content["runs"][1].update(run_id=run_id))
     edit_json(copy.run_dir(1) / "run.json", lambda content: content.update(run_id=run_id))
 
 
-def _change_run_paths(path: str, copy: HostileCopy, rng: random.Random) -> None:
+def _change_run_paths(path: str, copy: HostileCopy) -> None:
     """The paths of logs and checkpoints, of which a plan knows better."""
     for run in (0, 1):
         edit_json(copy.run_dir(run) / "run.json", lambda content: content.update(log=path, checkpoints=path))
@@ -174,7 +173,7 @@ def _change_run_paths(path: str, copy: HostileCopy, rng: random.Random) -> None:
     edit_json(copy.folder / "study.json", edit)
 
 
-def _add_many_runs(copy: HostileCopy, rng: random.Random) -> None:
+def _add_many_runs(copy: HostileCopy) -> None:
     """A list of 100,000 runs in study.json."""
 
     def edit(content: Content) -> None:
@@ -188,7 +187,7 @@ def _add_many_runs(copy: HostileCopy, rng: random.Random) -> None:
 CODE = "import pathlib\npathlib.Path({!r}).touch()\n"
 
 
-def _plant_modules(copy: HostileCopy, rng: random.Random) -> None:
+def _plant_modules(copy: HostileCopy) -> None:
     """Modules in the folder and in the current folder, and files that name them."""
     code = CODE.format(str(copy.home / "ran"))
     current_folder = copy.home.parent / "current"
@@ -205,22 +204,22 @@ def _plant_modules(copy: HostileCopy, rng: random.Random) -> None:
     edit_json(copy.folder / "study.json", lambda content: content.update(trainable="evil:Evil", trainer="evil:Evil"))
 
 
-def _name_module(key: str, value: str, copy: HostileCopy, rng: random.Random) -> None:
-    _plant_modules(copy, rng)
+def _name_module(key: str, value: str, copy: HostileCopy) -> None:
+    _plant_modules(copy)
     edit_json(copy.folder / "study.json", lambda content: content.update({key: value}))
 
 
-def _declare_in_file(path: str, copy: HostileCopy, rng: random.Random) -> None:
+def _declare_in_file(path: str, copy: HostileCopy) -> None:
     """A study that says it was declared in a file, with code that makes a file; the file exists where it points to."""
-    _plant_modules(copy, rng)
+    _plant_modules(copy)
     code = CODE.format(str(copy.home / "ran"))
     declaration = {"path": path, "sha256": hashlib.sha256(code.encode()).hexdigest(), "text": code + "\x1b[31m\x07"}
     edit_json(copy.folder / "study.json", lambda content: content.update(name="my-lr", declaration=declaration))
 
 
-def _use_parts(path: str, copy: HostileCopy, rng: random.Random) -> None:
+def _use_parts(path: str, copy: HostileCopy) -> None:
     """A study whose runs use parts of a file that exists where it points to, and whose text makes a file."""
-    _plant_modules(copy, rng)
+    _plant_modules(copy)
     code = CODE.format(str(copy.home / "ran"))
     sha256 = hashlib.sha256(code.encode()).hexdigest()
     part = f"{path}:Evil#{sha256[:16]}"
@@ -248,7 +247,7 @@ class Toucher:
         return Path.touch, (Path(self.path),)  # type: ignore[return-value]
 
 
-def _plant_pickles(copy: HostileCopy, rng: random.Random) -> None:
+def _plant_pickles(copy: HostileCopy) -> None:
     """Pickles under every name that Ray Tune, torch, numpy or pandas might read."""
     content = pickle.dumps(Toucher(copy.home / "ran"))
     names = (
@@ -274,7 +273,7 @@ def _plant_pickles(copy: HostileCopy, rng: random.Random) -> None:
             (folder / name).write_bytes(content)
 
 
-def _replace_with_pickle(pattern: str, copy: HostileCopy, rng: random.Random) -> None:
+def _replace_with_pickle(pattern: str, copy: HostileCopy) -> None:
     for path in copy.output.glob(pattern):
         path.unlink()
         path.write_bytes(pickle.dumps(Toucher(copy.home / "ran")))
@@ -295,12 +294,12 @@ JSON_FILES = {
 }
 
 
-def _write_json(pattern: str, content: bytes, copy: HostileCopy, rng: random.Random) -> None:
+def _write_json(pattern: str, content: bytes, copy: HostileCopy) -> None:
     for path in copy.output.glob(pattern):
         path.write_bytes(content)
 
 
-def _add_many_rows(copy: HostileCopy, rng: random.Random) -> None:
+def _add_many_rows(copy: HostileCopy) -> None:
     """200,000 rows of 200,000 steps, with right checksums."""
     row = {"step": 0, "run_id": copy.run_ids[0], "seed": 0, "train_success": 0.5}
     write_lines(copy.run_dir() / "metrics.jsonl", ({**row, "step": step} for step in range(1, 200_001)))

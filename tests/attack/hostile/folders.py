@@ -1,26 +1,23 @@
 """Study folders from somebody who means harm: no command may follow, run, print or write what they ask for."""
 
 import os
-import random
 import resource
-import subprocess
 import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 
-from tests.attack.cells import Cell, Kind, NotPossibleError, Workshop, make_kind
-from tests.attack.children import ChildError, call_in_child
+import pytest
+
+from tests.attack.children import call_in_child
 from tests.attack.damaged_files import load_frames, read_tree, write_home
-from tests.attack.hostile.contents import CONTENTS, MARKER, HostileCopy
+from tests.attack.hostile.contents import CONTENTS, MARKER, Change, HostileCopy
 from tests.attack.hostile.links import LINKS
 from tests.attack.hostile.tables import TABLES
 from tests.attack.hostile.trace import USER_FOLDERS, Trace
-from tests.attack.sample_study import ENDED_ARM, PROBE_OPTIONS, CommandError, SampleStudy, run_command
+from tests.attack.sample_study import ENDED_ARM, PROBE_OPTIONS, SampleStudy, run_command
 from trainable.files.paths import UnsafePathError
 
-NAME = "hostile-folders"
-SECONDS = 10.0
 TIME_LIMIT_S = 180.0
 MAX_GROWTH_KB = 1_500_000
 """What a command may take in addition to what this process has: far more than a real study of this size needs."""
@@ -36,11 +33,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "probe": ("probe", "--trial", ENDED_ARM, *PROBE_OPTIONS),
 }
 """The commands that are run on each folder, after `analysis.load`. For the folder, see `_run_words`."""
-
-
-def list_cells() -> list[Cell]:
-    """List every hostile folder."""
-    return [Cell(name, change) for name, change in {**LINKS, **CONTENTS, **TABLES}.items()]
 
 
 def run_commands(copy: HostileCopy) -> list[str]:
@@ -64,8 +56,8 @@ def run_commands(copy: HostileCopy) -> list[str]:
     for name, words in COMMANDS.items():
         try:
             answer = run_command([words[0], str(copy.folder), *words[1:]], current_folder, copy.home)
-        except CommandError as error:
-            problems.append(str(error))
+        except Exception as error:
+            problems.append(f"{name}: {type(error).__name__}: {str(error)[:400]}")
             continue
         if answer.code not in (0, 1, 2):
             problems.append(f"{name}: exit code {answer.code}")
@@ -88,9 +80,7 @@ def _is_harmless(char: str) -> bool:
 
 def find_markup(output: Path) -> str:
     """Return how a page contains the marker as markup; empty if it does not."""
-    # os.walk passes over folders whose path is too long.
-    paths = [Path(folder) / name for folder, _, names in os.walk(output) for name in names if name.endswith(".html")]
-    for path in paths:
+    for path in output.rglob("*.html"):
         if path.is_symlink() or not path.is_file():
             continue
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -99,47 +89,36 @@ def find_markup(output: Path) -> str:
     return ""
 
 
-def change_folder(copy: HostileCopy, cell: Cell, rng: random.Random) -> str:
-    """Change the copy as the cell says, in a process that may take memory for it; return why that is not possible."""
+def change_folder(copy: HostileCopy, change: Change) -> str:
+    """Change the copy, in a process that may take memory for it; return why that is not possible."""
     try:
-        cell.fault(copy, rng)
-    except (OSError, NotPossibleError) as error:
-        return f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
+        change(copy)
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    except pytest.skip.Exception as error:
+        return str(error)
     return ""
 
 
-def try_cell(sample: SampleStudy, workshop: Workshop, cell: Cell, rng: random.Random) -> str | None:
+CHANGES = {**LINKS, **CONTENTS, **TABLES}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_hostile_folders(sample: SampleStudy, tmp_path: Path, change: Change) -> None:
     """Make the folder, run the commands in a child process, and check what they did."""
-    folder = workshop.make_folder(f"{NAME}-{cell.name}")
-    try:
-        home = folder / "home"
-        write_home(home)
-        for name in ("tmp", "current"):
-            (folder / name).mkdir()
-        copy = HostileCopy(sample.copy(folder), home, sample.run_ids)
-        if obstacle := call_in_child(partial(change_folder, copy, cell, rng)):
-            raise NotPossibleError(obstacle)
-        report = copy.folder / "report.html"
-        if not report.is_symlink() and report.is_file():
-            report.unlink()  # so that what is looked at is what was written now
-        home_before = read_tree(home)
-        try:
-            problems = call_in_child(partial(run_commands, copy), TIME_LIMIT_S, MAX_BYTES)
-        except ChildError as error:
-            problems = [str(error)]
-        home_after = {path: content for path, content in read_tree(home).items() if not path.startswith(USER_FOLDERS)}
-        if home_after != home_before:
-            problems.append("the home folder changed")
-        if (home / "ran").exists() or (folder / "ran").exists():
-            problems.append("code of the folder ran")
-        if markup := find_markup(folder / "out"):
-            problems.append(markup)
-        return "; ".join(dict.fromkeys(problems)) or None
-    finally:
-        # shutil.rmtree is recursive in Python 3.11, and fails at a thousand levels.
-        subprocess.run(["rm", "-rf", str(folder)], check=False)
-
-
-def make_hostile_folders(sample: SampleStudy) -> Kind:
-    """Make the kind of hostile folders."""
-    return make_kind(NAME, list_cells(), partial(try_cell, sample), seconds=SECONDS)
+    home = tmp_path / "home"
+    write_home(home)
+    for name in ("tmp", "current"):
+        (tmp_path / name).mkdir()
+    copy = HostileCopy(sample.copy(tmp_path), home, sample.run_ids)
+    if obstacle := call_in_child(partial(change_folder, copy, change)):
+        pytest.skip(obstacle)
+    report = copy.folder / "report.html"
+    if not report.is_symlink() and report.is_file():
+        report.unlink()  # so that what is looked at is what was written now
+    home_before = read_tree(home)
+    assert call_in_child(partial(run_commands, copy), TIME_LIMIT_S, MAX_BYTES) == []
+    assert {path: text for path, text in read_tree(home).items() if not path.startswith(USER_FOLDERS)} == home_before
+    assert not (home / "ran").exists()
+    assert not (tmp_path / "ran").exists()
+    assert find_markup(tmp_path / "out") == ""

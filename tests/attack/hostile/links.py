@@ -1,6 +1,5 @@
 """Links in the place of files and folders of a study."""
 
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -78,11 +77,11 @@ def _make_link(path: Path, copy: HostileCopy, target: str) -> None:
 
 
 def _link_file(file: FilePattern, target: str) -> Change:
-    return lambda copy, rng: _make_link(find_file(copy.output, file), copy, target)
+    return lambda copy: _make_link(find_file(copy.output, file), copy, target)
 
 
 def _link_path(pattern: str, target: str) -> Change:
-    def change(copy: HostileCopy, rng: random.Random) -> None:
+    def change(copy: HostileCopy) -> None:
         _make_link(next(copy.folder.glob(pattern), copy.folder / pattern), copy, target)
 
     return change

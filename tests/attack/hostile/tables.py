@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -86,7 +85,7 @@ MAKERS: dict[str, MakeTable] = {
 }
 
 
-def _change_table(name: str, make: MakeTable, copy: HostileCopy, rng: random.Random) -> None:
+def _change_table(name: str, make: MakeTable, copy: HostileCopy) -> None:
     """Replace a table; all tables are newer than the rows, so that they are read."""
     path = copy.folder / f"{name}.parquet"
     table = pq.read_table(path)

@@ -343,12 +343,6 @@ def test_list_shows_the_axis_of_a_study(name: str) -> None:
     assert grid in out
 
 
-@pytest.mark.parametrize("name", SUITES)
-def test_list_shows_the_studies_of_a_suite(name: str) -> None:
-    lines = [*map(str.split, type_in(f"list {name}").out.splitlines())]
-    assert [words[0] for words in lines] == ["study", *SUITES[name], name, "Axis"]
-
-
 def test_settings_lists_what_is_changed_most_and_says_how_to_see_the_rest() -> None:
     for study, config_class, expected_names in (
         (
@@ -467,15 +461,6 @@ def test_the_command_line_starts_without_slow_packages(arguments: list[str], slo
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert process.stdout.splitlines()[-1] == "[]"
-
-
-@pytest.mark.long
-def test_python_dash_m_is_the_command_line() -> None:
-    process = subprocess.run(
-        [sys.executable, "-m", "tune_study", "run", "nothing"], capture_output=True, text=True, check=False
-    )
-    assert process.returncode == 2
-    assert process.stderr.startswith("tune_study: There is no study `nothing`.")
 
 
 def test_an_interpreter_without_the_packages_says_what_to_type() -> None:

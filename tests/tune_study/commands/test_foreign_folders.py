@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.command_line import assert_refused, get_output, type_in
+from tests.fakes.command_line import assert_refused, get_output, read_files, type_in
 from tests.fakes.plans import write_started_study
 from trainable.files.json_values import read_object, write_object
 from trainable.trial import PPO
@@ -27,10 +27,6 @@ def home(tmp_path: Path) -> Path:
     (home / "letter.txt").write_text("dear")
     (home / "photos" / "cat.jpg").write_text("cat")
     return home
-
-
-def read_texts(home: Path) -> dict[str, str]:
-    return {str(path.relative_to(home)): path.read_text() for path in home.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("name", ["evil:Evil", "out.results.kl_sweep_sokoban-tiny.evil:Evil", "antigravity:X"])
@@ -96,13 +92,13 @@ def test_resume_refuses_links(started_study: StudyPlan, home: Path, link_path: s
     link = started_study.output / link_path.format(run=started_study.runs[0].run_id)
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(home if "." not in link.name else home / "letter.txt")
-    contents_before = read_texts(home)
+    contents_before = read_files(home)
     for command in (
         f"resume {started_study.folder}",
         "run kl --preset laptop --steps 3 --kl-values 0,0.1 --seeds 1 --output out",
     ):
         assert_refused(command, f"{link} is a symbolic link")
-    assert read_texts(home) == contents_before
+    assert read_files(home) == contents_before
     assert not (started_study.folder / ".lock").exists() or link.name == ".lock"
 
 
@@ -114,9 +110,9 @@ def test_what_writes_into_a_folder_refuses_links_in_it(
     link = started_study.folder / name
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(home)
-    contents_before = read_texts(home)
+    contents_before = read_files(home)
     assert_refused(f"{command} {started_study.folder}", f"{name} is a symbolic link")
-    assert read_texts(home) == contents_before
+    assert read_files(home) == contents_before
 
 
 @pytest.mark.long

@@ -30,6 +30,7 @@ def test_the_driver_sees_a_request_to_stop(study: StudyPlan, option: str, text: 
         assert text in get_output(f"stop {study.folder} {option}")
         assert_refused(f"stop {study.folder} --arm 0.5", "There is no arm 0.5: type --arm with one of 0, 0.1.")
     assert interrupt.is_requested == (not option)
+    assert interrupt.is_any_arm_requested == bool(option)
     assert [interrupt.is_arm_requested(arm) for arm in ("0", "0.1")] == [False, bool(option)]
 
 

@@ -93,15 +93,6 @@ def test_a_new_start_forgets_requests(interrupt: Interrupt, tmp_path: Path) -> N
     assert not interrupt.is_arm_requested("0.1")
 
 
-def test_an_arm_is_stopped_alone(interrupt: Interrupt) -> None:
-    interrupt.clear()
-    interrupt.get_arm_path("0.1").touch()
-    assert interrupt.is_arm_requested("0.1")
-    assert not interrupt.is_arm_requested("0.01")
-    assert not interrupt.is_requested
-    assert interrupt.is_any_arm_requested
-
-
 def test_a_time_limit_requests_a_stop_and_says_why(interrupt: Interrupt) -> None:
     requested = threading.Event()
     lines: list[str] = []

@@ -10,7 +10,6 @@ import analysis
 from tests.trainable.test_part_checks import SAVED_TEXTS
 from tests.tune_study.studies.test_own_study import SMALL, type_command
 from trainable.config import own_parts
-from trainable.files.json_values import read_object, write_object
 from tune_study.commands.cli import app
 from tune_study.commands.probe import restore
 
@@ -103,35 +102,6 @@ def test_the_report_has_the_texts(folder: Path) -> None:
     assert "<summary>Parts: <code>" in page
     assert "A contextual bandit: each of four symbols" in page
     assert all(entry["sha256"] in page for entry in entries)
-
-
-def test_continuing_needs_all_files_and_opens_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("resume", str(folder / RUN))
-    code, error = invoke(folder, monkeypatch, *words, "--study", "parts.py", "--code", "bandit.py", "--dry-run")
-    assert code == 2
-    assert "uses parts of my_parts.py. For safety, no file that a folder names is executed" in error
-    # Whatever the folder names, only typed files are opened.
-    study_path = folder / RUN / "study.json"
-    content = read_object(study_path)
-    trap = folder / "trap.py"
-    trap.write_text("raise SystemExit('opened')\n")
-    content["code"][0]["path"] = str(trap)
-    content["settings"]["env"]["reward"] = f"{trap}:brief"
-    original_text = study_path.read_text()
-    write_object(study_path, content)  # with its checksum
-    options = ("--study", "parts.py", *(word for name in NAMES for word in ("--code", name)))
-    code, error = invoke(folder, monkeypatch, *words, *options, "--dry-run")
-    assert code == 2
-    assert f"no file that a folder names is executed: name them yourself with --code {trap}" in error
-    assert "opened" not in error
-    # Without the record, the name in the settings is all that points to the file.
-    del content["code"][0]
-    write_object(study_path, content)
-    code, error = invoke(folder, monkeypatch, *words, *options, "--dry-run")
-    study_path.write_text(original_text)
-    assert code == 2
-    assert "trap.py:brief needs the file trap.py, which was not typed" in error
-    assert "opened" not in error
 
 
 def test_with_its_files_a_run_is_restored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,6 @@
 """Studies of the update-rule sandbox with real Ray and the real trainer; a trial trains all seeds of an arm."""
 
-import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -119,18 +113,6 @@ def test_tables_have_a_row_a_run_and_the_settings_of_its_arm(folder: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("first_start")
-def test_a_second_start_trains_only_what_failed(folder: Path) -> None:
-    times_before = {path: path.stat().st_mtime_ns for path in folder.glob("results/influence/runs/*/metrics.jsonl")}
-    resumed_plan = plan_from_folder(folder / "results/influence")
-    code, text, _ = run_study(resumed_plan)
-    assert code == 1
-    assert text.count(" and is not run again") == 4
-    assert "2 of 6 runs remain" in text
-    assert {path: path.stat().st_mtime_ns for path in times_before} == times_before
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("first_start")
 def test_more_seeds_are_trials_of_their_own(folder: Path, tmp_path: Path) -> None:
     plan = merge_with_folder(make_plan_in(folder, 3, ("DG",)), extend=True)
     code, _, statuses = run_study(
@@ -188,35 +170,6 @@ def test_a_run_that_had_ended_when_the_study_was_killed_keeps_its_end(ray_sessio
     assert {run_id: (status.status, status.reason) for run_id, status in statuses_after.items()} == {
         run_id: (status.status, status.reason) for run_id, status in statuses_before.items()
     }
-
-
-def make_command(output: Path) -> list[str]:
-    longer = {"trainer.total_training_steps": 400, "trainer.test_freq": 20, "method": "DG"}
-    settings = [f"--set={name}={value}" for name, value in {**SMALL_SETTINGS, **longer}.items()]
-    return [sys.executable, "-m", "tune_study", "run", "sandbox", "--output", str(output), *settings]
-
-
-@pytest.mark.slow
-def test_a_killed_study_goes_on_with_the_same_rows(tmp_path: Path) -> None:
-    uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
-    process = subprocess.run(make_command(uninterrupted), capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stdout + process.stderr
-    runs = "results/sandbox_token_reversal_DG/runs"
-    with (tmp_path / "out.txt").open("w") as output:
-        driver = subprocess.Popen(make_command(killed), stdout=output, stderr=output, start_new_session=True)
-        last_metrics = killed / runs / "sandbox_token_reversal_DG-single-seed2" / METRICS_FILE
-        deadline = time.monotonic() + 120
-        while len(read_rows(last_metrics)) < 3 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        os.killpg(driver.pid, signal.SIGKILL)
-        driver.wait()
-    assert 3 <= len(read_rows(last_metrics)) < 21
-    process = subprocess.run(make_command(killed), capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stdout + process.stderr
-    for path in sorted((uninterrupted / runs).glob("*")):
-        assert read_rows_without_times(killed / runs / path.name) == read_rows_without_times(path)
-        status = json.loads((killed / runs / path.name / "status.json").read_text())
-        assert status["status"] == "completed"
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from tests.fakes.plans import plan_study
 from trainable.files.step_phase import write_phase
 from trainable.runs.run_files import METRICS_FILE
 from trainable.runs.study_record import StatusRecord
-from tune_study.host.console import print_table
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.progress import Progress, format_duration, format_step
 
@@ -163,15 +162,6 @@ def test_a_line_says_why_a_run_stopped(rule: str, value: float, words: str) -> N
 @pytest.mark.parametrize(("seconds", "text"), [(None, "-"), (0.4, "0:00"), (61, "1:01"), (3661, "1:01:01")])
 def test_clock(seconds: float | None, text: str) -> None:
     assert format_duration(seconds) == text
-
-
-def test_a_plain_table_cuts_nothing() -> None:
-    screen = io.StringIO()
-    print_table(Console(file=screen, width=20), ("name", "value"), [["[a long] name " * 5, "1"], ["b", "22"]])
-    header, first, second = screen.getvalue().splitlines()
-    assert header.split() == ["name", "value"]
-    assert first == "[a long] name " * 5 + "  1"
-    assert second.split() == ["b", "22"]
 
 
 def test_runs_that_cannot_learn_say_so_at_step_1_in_one_line() -> None:

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from tests.fakes import sandbox_folders
-from tests.fakes.command_line import Answer, assert_refused, get_output, type_in
+from tests.fakes.command_line import Answer, assert_refused, get_output, read_files, type_in
 from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_analyses, write_study
 from trainable.files.json_values import DamageWarning
 from tune_study.commands.reading.plot_gradients import parse_steps, read_analyses, select_steps
@@ -47,10 +47,6 @@ def mixed_study(tmp_path: Path) -> Path:
     )
 
 
-def list_files(folder: Path) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-
-
 def list_expected_files(*steps: int, prefix: str = "") -> set[str]:
     figure_names = ("plots", "loss_plots", "reward_std", "normed_grads", "summary", "signal")
     file_names = {f"gradient_analysis_{figure_name}_step_{step}.png" for figure_name in figure_names for step in steps}
@@ -69,7 +65,7 @@ def test_the_pictures_of_every_step_go_into_the_runs_folder(single_run_study: Pa
     answer = plot(single_run_study)
     target = single_run_study / "figures" / "gradients" / "arm0-seed0"
     assert (answer.code, answer.err) == (0, "")
-    assert list_files(target) == list_expected_files(1, 11)
+    assert read_files(target).keys() == list_expected_files(1, 11)
     assert {Path(line) for line in answer.out.splitlines()} == {target / name for name in list_expected_files(1, 11)}
     metrics = json.loads((target / "gradient_analysis_metrics_step_11.json").read_text())
     assert {"grad_norm/all/task", "grad_norm_prefilter/bucket_6/entropy", "actor/loss/total"} <= set(metrics)
@@ -84,15 +80,14 @@ def test_steps_are_chosen_in_any_spelling(single_run_study: Path, texts: tuple[s
 @pytest.mark.slow
 def test_an_output_folder_of_ones_own(single_run_study: Path, tmp_path: Path) -> None:
     get_output(plot(single_run_study, f"--step 11 --output-dir {tmp_path}/new/pictures"))
-    assert list_files(tmp_path / "new" / "pictures") == list_expected_files(11)
+    assert read_files(tmp_path / "new" / "pictures").keys() == list_expected_files(11)
     assert not (single_run_study / "figures").exists()
 
 
 @pytest.mark.slow
 def test_runs_and_probes_have_folders_of_their_own(mixed_study: Path) -> None:
     assert plot(mixed_study).code == 0
-    file_names = list_files(mixed_study / "figures" / "gradients")
-    assert file_names == (
+    assert read_files(mixed_study / "figures" / "gradients").keys() == (
         list_expected_files(1, prefix="arm0-seed0/")
         | list_expected_files(1, prefix="arm0-seed0/probe/")
         | list_expected_files(1, 11, prefix="arm01-seed0/")
@@ -159,13 +154,13 @@ def test_bad_input_gets_one_paragraph_and_writes_nothing(
     mixed_study: Path, line: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(mixed_study.parent)
-    files_before = list_files(mixed_study.parent)
+    files_before = read_files(mixed_study.parent)
     answer = plot(mixed_study, line)
     assert answer.code == 2
     assert message in answer.err
     assert answer.err.count("\n") == 1
     assert answer.out == ""
-    assert list_files(mixed_study.parent) == files_before
+    assert read_files(mixed_study.parent) == files_before
 
 
 def test_a_study_without_analyses_says_how_to_get_some(tmp_path: Path) -> None:

@@ -130,26 +130,22 @@ def test_each_rule_fires_where_the_live_run_would_have_stopped(
 
 
 @pytest.mark.parametrize(
-    ("successes", "recovered"),
+    ("successes", "base_success", "recovered"),
     [
-        ({5: 0.0, 6: 0.3, 8: 0.4, 10: 0.2, 12: 0.3}, True),  # the last four validations count, not all five
-        ({6: 0.3, 8: 0.3, 10: 0.3}, True),  # as good as before training
-        ({6: 0.9, 8: 0.1, 10: 0.1, 12: 0.05}, False),  # a good start that does not last
-        ({4: 0.9, 6: 0.3, 8: 0.3, 10: 0.29}, False),  # the validation at the step of the alarm does not count
-        ({2: 0.9, 4: 0.9}, None),  # no validation after the alarm
-        ({6: math.nan, 8: None, 10: 0.1}, False),
+        ({5: 0.0, 6: 0.3, 8: 0.4, 10: 0.2, 12: 0.3}, 0.3, True),  # the last four validations count, not all five
+        ({6: 0.3, 8: 0.3, 10: 0.3}, 0.3, True),  # as good as before training
+        ({6: 0.9, 8: 0.1, 10: 0.1, 12: 0.05}, 0.3, False),  # a good start that does not last
+        ({4: 0.9, 6: 0.3, 8: 0.3, 10: 0.29}, 0.3, False),  # the validation at the step of the alarm does not count
+        ({2: 0.9, 4: 0.9}, 0.3, None),  # no validation after the alarm
+        ({6: math.nan, 8: None, 10: 0.1}, 0.3, False),
+        # A run that began at nothing and ends at nothing did not recover.
+        *(({6: last, 10: last}, 0.0, last >= 0.01) for last in (0.0, 0.009, 0.01)),
     ],
 )
-def test_recovery(successes: dict[int, float | None], recovered: bool | None) -> None:
+def test_recovery(successes: dict[int, float | None], base_success: float, recovered: bool | None) -> None:
     history = History.from_rows(make_collapsing_rows(successes), SMALL_THRESHOLDS)
-    assert has_recovered(history, 4, 0.3, 0.01) is recovered
+    assert has_recovered(history, 4, base_success, 0.01) is recovered
     assert has_recovered(history, 4, math.nan, 0.01) is None
-
-
-def test_a_run_that_began_at_nothing_and_ends_at_nothing_did_not_recover() -> None:
-    for last_success, recovered in ((0.0, False), (0.009, False), (0.01, True)):
-        history = History.from_rows(make_collapsing_rows({6: last_success, 10: last_success}), SMALL_THRESHOLDS)
-        assert has_recovered(history, 4, 0.0, 0.01) is recovered
 
 
 def test_shares_that_agree_as_counts_of_levels_agree() -> None:
