@@ -24,6 +24,10 @@ def take_gpus(ids: Sequence[int | str], environ: MutableMapping[str, str]) -> No
         environ[ALLOCATOR_VARIABLES[0]] = ALLOCATOR_SETTINGS
 
 
+_MIN_GPU_FRACTION = 0.0001
+"""Smallest fraction of a resource in Ray (its MIN_RESOURCE_GRANULARITY)."""
+
+
 def make_bundles(n_gpus: float) -> tuple[dict[str, float], ...]:
     """Make the Ray bundles of a run: one CPU with no GPU or a fraction of one, or one CPU and one GPU per rank.
 
@@ -37,6 +41,11 @@ def make_bundles(n_gpus: float) -> tuple[dict[str, float], ...]:
     """
     if n_gpus == 0:
         return ({"CPU": 1.0},)
+    if n_gpus < _MIN_GPU_FRACTION:
+        raise ConfigError(
+            f"--gpus-per-exp {n_gpus:g} cannot be placed: the smallest fraction of a GPU in Ray is "
+            f"{_MIN_GPU_FRACTION:g}. Type a fraction such as 0.5, or 1, 2, 4."
+        )
     if n_gpus < 1:
         return ({"CPU": 1.0, "GPU": n_gpus},)
     # Ray places a fraction on a single GPU, so 1.5 GPUs cannot be one bundle.

@@ -99,8 +99,7 @@ def write_group_scores(entries: Iterable[GroupScores], path: Path = GROUP_SCORES
 def describe_groups(configs: Iterable[RunConfig]) -> list[str]:
     """Describe the shares of groups with equal scores before training, in a sentence per shipped policy and game.
 
-    Runs with other models, limits, levels or temperatures, or with groups above 32, for which no rollouts are recorded,
-    are left out.
+    Runs with other models, limits, levels or temperatures, for which no rollouts are recorded, are left out.
     """
     sizes: dict[tuple[int, bool], set[int]] = {}
     for config in configs:
@@ -108,7 +107,7 @@ def describe_groups(configs: Iterable[RunConfig]) -> list[str]:
             continue
         settings = list_group_settings(config)
         for index, entry in enumerate(read_group_scores()):
-            if entry.settings == settings and config.env.group_size <= entry.samples:
+            if entry.settings == settings:
                 has_scores = config.env.reward == GAME_REWARD and config.env.format_penalty == entry.format_penalty
                 sizes.setdefault((index, has_scores), set()).add(config.env.group_size)
     return [
@@ -119,12 +118,17 @@ def describe_groups(configs: Iterable[RunConfig]) -> list[str]:
 
 def _format_shares(entry: GroupScores, group_sizes: list[int], has_scores: bool) -> str:
     def format_percentages(sizes: SetSizes) -> str:
-        shares = [compute_equal_share(sizes, entry.levels, entry.samples, group_size) for group_size in group_sizes]
+        # The share falls with the group size, so the largest recorded size gives a bound for larger groups.
+        shares = [
+            compute_equal_share(sizes, entry.levels, entry.samples, min(group_size, entry.samples))
+            for group_size in group_sizes
+        ]
         return f"{'/'.join('<1' if share < 0.005 else f'{100 * share:.0f}' for share in shares)} %"
 
-    equal_text = f"{format_percentages(entry.scores)} have equal scores, and " if has_scores else ""
+    bound = "at most " if max(group_sizes) > entry.samples else ""
+    equal_text = f"{bound}{format_percentages(entry.scores)} have equal scores, and " if has_scores else ""
     return (
         f"Groups before training: of those with group_size={'/'.join(map(str, group_sizes))}, {equal_text}in "
-        f"{format_percentages(entry.successes)} all rollouts succeed or all fail ({entry.settings['model']}, "
+        f"{bound}{format_percentages(entry.successes)} all rollouts succeed or all fail ({entry.settings['model']}, "
         f"{entry.levels} levels x {entry.samples} samples)"
     )

@@ -95,7 +95,8 @@ def test_other_rewards_have_their_successes_only() -> None:
             "Groups before training: of those with group_size=16, in 37 % all rollouts succeed or all fail "
             "(sokoban-tiny, 512 levels x 32 samples)"
         ]
-    assert describe_groups(make_configs(env__group_size=64)) == []
+    (sentence,) = describe_groups(make_configs(env__group_size=64))
+    assert "at most <1 % have equal scores, and in at most 28 %" in sentence
 
 
 @pytest.mark.parametrize(
