@@ -29,7 +29,7 @@ def test_generated_questions_need_nothing_but_a_sandbox(monkeypatch: pytest.Monk
 def test_a_wrong_file_is_named_with_its_setting(tmp_path: Path) -> None:
     for name, content, message in (
         ("a.jsonl", "{", "line 1 is no JSON"),
-        ("b.txt", "", "a file of questions ends in .jsonl or .parquet"),
+        ("b.txt", "", "a data file ends in .jsonl or .parquet"),
         ("c.jsonl", '{"question": 1}', "line 1: field `question`"),
         ("d.jsonl", ROW, "20 are"),
     ):

@@ -38,7 +38,10 @@ UNENCRYPTED = ("example.org&scheme=http", "http://example.org")
 LISTS = "The values of a list have commas between them and no spaces, like --kl-values 0,0.1."
 WRONG: list[tuple[str, str]] = [
     ("run kll", "There is no study `kll`. Nearest: kl. All studies with their questions: python -m tune_study list"),
-    ("run kl --preset desk", "There is no preset `desk`: type --preset paper or --preset laptop or --preset stress."),
+    (
+        "run kl --preset desk",
+        "There is no preset `desk`: type --preset paper or --preset laptop or --preset small or --preset stress.",
+    ),
     ("run influence --preset stress", "There is no preset `stress`: type --preset paper or --preset laptop."),
     ("run kl --set actor.kl_loss_coeff=1", "There is no setting `actor.kl_loss_coeff`. Nearest: actor.kl_loss_coef"),
     ("run kl --set actor.lr=0", "actor.lr=0: must be greater than 0."),
@@ -108,7 +111,10 @@ WRONG: list[tuple[str, str]] = [
     ("run sandbox-evidence --kl-type kl", "--kl-type does not belong to sandbox-evidence: leave it out."),
     ("run sandbox-evidence --arms DG", "--arms DG is not an arm of study dense-correction"),
     ("run influence --env sokoban", "--env does not belong to study influence, which plays no game: leave it out."),
-    ("run kl --env chess", "--env chess is not a game: type one of sokoban, frozenlake, mastermind, countdown, papers"),
+    (
+        "run kl --env chess",
+        "--env chess is not a game: type one of sokoban, frozenlake, mastermind, countdown, dataset, papers",
+    ),
     ("run kl --env chess", "or a game of yours as FILE.py:NAME"),
     ("run smoke --env frozenlake", "--env does not belong to study smoke, whose arms are named after sokoban"),
     (f"{LAPTOP} --set env.name=frozenlake", "set model.path=frozenlake-tiny, or type --env frozenlake, which chooses"),
@@ -136,7 +142,7 @@ WRONG: list[tuple[str, str]] = [
     ("run .", "type one of them, for example `python -m tune_study run kl`"),
     ("run kl.py", "There is no file kl.py: type the path of a Python file that declares a study"),
     ("run nofile.py", "`python -m tune_study new NAME --vary actor.lr=1e-4,3e-4` writes"),
-    ("run kl --preset Laptop", "type --preset paper or --preset laptop or --preset stress"),
+    ("run kl --preset Laptop", "type --preset paper or --preset laptop or --preset small or --preset stress"),
     ("run kl --preset", "requires an argument"),
     ("run kl --stpes 3", "Possible options: --seeds, --set, --steps"),
     ("run kl --model-path x", "Possible options: --model"),
@@ -170,7 +176,7 @@ WRONG: list[tuple[str, str]] = [
     (f"{LAPTOP} --set env.seed_val=1010000 --seeds 2", "-seed1, so its validation would measure"),
     (f"{LAPTOP} --set env.seed_train=10", "env.seed_val=123: the validation levels have the seeds 123 to"),
     (f"{LAPTOP} --set trainer.device=gpu", "must be 'auto', 'cpu' or 'cuda'"),
-    (f"{LAPTOP} --set env.name=chess", "'mastermind', 'countdown', 'papers' or a part of yours"),
+    (f"{LAPTOP} --set env.name=chess", "'mastermind', 'countdown', 'dataset', 'papers' or a part of yours"),
     (f"{LAPTOP} --env frozen_lake", "is not a game: type one of sokoban, frozenlake"),
     (f"{LAPTOP} --config nofile.txt", "type a text file with a line key=value per setting"),
     (f"{LAPTOP} --config CONFIG", "line 1: actor.lr 1e-4 is not key=value, such as actor.lr=1e-5"),
@@ -255,7 +261,7 @@ WRONG: list[tuple[str, str]] = [
         for command in (f"{LAPTOP} --storage", "status", "resume")
         for host in UNENCRYPTED
     ),
-    ("doctor --preset labtop", "type --preset paper or --preset laptop or --preset stress"),
+    ("doctor --preset labtop", "type --preset paper or --preset laptop or --preset small or --preset stress"),
 ]
 RIGHT = [
     "--version",
