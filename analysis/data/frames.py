@@ -12,8 +12,8 @@ import pandas as pd
 
 from analysis.data.episodes import read_episodes_frame
 from analysis.data.schemas import BOOL, CATEGORY, FLOAT, INT, NULLABLE_INT, TEXT, TIME, Schema, get_family, get_schemas
-from analysis.data.tables import write_table
 from trainable.families import Family
+from trainable.files.paths import atomic_write
 from trainable.runs.records import TIME_COLUMNS, TOY_TIME_COLUMNS
 from trainable.runs.study_record import StudyRecord
 
@@ -169,13 +169,11 @@ class StudyFrames:
             rows[frame_name] = frame[frame["study"] == name].reset_index(drop=True)
         return replace(self, **rows, study=study, folders=self.folders[place : place + 1])
 
-    def write_parquet(self, folder: Path | str, damage: Sequence[str] = ()) -> None:
-        """Write every frame to `folder` as <name>.parquet, each with an atomic rename.
-
-        damage: problems in the files that the frames were made from. `load` repeats them as warnings.
-        """
+    def write_parquet(self, folder: Path | str) -> None:
+        """Write every frame to `folder` as <name>.parquet, each with an atomic rename."""
         for frame_name in FRAME_NAMES:
-            write_table(getattr(self, frame_name), Path(folder) / f"{frame_name}.parquet", damage)
+            with atomic_write(Path(folder) / f"{frame_name}.parquet") as temp_path:
+                getattr(self, frame_name).to_parquet(temp_path, index=False)
 
 
 def list_differing_settings(trials: pd.DataFrame) -> list[str]:
@@ -242,7 +240,6 @@ def _cast_categories(values: Any) -> Any:
     """Cast a Series to categories that are sorted texts; missing text becomes empty text."""
     is_category = isinstance(values.dtype, pd.CategoricalDtype)
     if is_category and not values.hasnans and values.cat.categories.dtype == _DTYPES[TEXT]:
-        # A parquet file has its categories in order of first occurrence.
         return values.cat.reorder_categories(sorted(values.cat.categories))
     return _cast_column(values, TEXT).astype(CATEGORY)
 

@@ -1,4 +1,4 @@
-"""Load studies from disk: from the JSONL files of the runs, or from the parquet tables made from them."""
+"""Load studies from disk: from the JSONL files of their runs."""
 
 import os
 import warnings
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from analysis.data.frames import FRAME_NAMES, StudyFrames, cast_frame, concat_studies, make_setting_column
+from analysis.data.frames import StudyFrames, cast_frame, concat_studies, make_setting_column
 from analysis.data.run_files import (
     MAX_OWN_COLUMNS,
     flatten_config,
@@ -21,7 +21,6 @@ from analysis.data.run_files import (
     parse_step_row,
 )
 from analysis.data.schemas import Row, Schema, get_family, get_schemas
-from analysis.data.tables import get_damage, read_table
 from trainable.families import Family
 from trainable.files.json_lines import Lines, read_lines
 from trainable.files.json_values import DamagedFileError, DamageWarning
@@ -31,7 +30,6 @@ from trainable.runs.history import RunHistory
 from trainable.runs.records import STOP_COLUMNS
 from trainable.runs.run_files import GRADIENTS_FILE, LEVELS_FILE, PROBES_FILE, select_lines
 from trainable.runs.study_record import (
-    OPEN_STATUSES,
     RUN_FILE,
     STUDY_FILE,
     RunEntry,
@@ -60,9 +58,7 @@ class RunFiles(NamedTuple):
 def load(path: Path | str, *, live: bool = False) -> StudyFrames:
     """Load the study or studies at `path`.
 
-    Reads a study's parquet tables if they are newer than all files of its runs and have every column of this version;
-    otherwise the files of the runs. Several studies of any family are concatenated (see `concat_studies`); the column
-    `study` distinguishes them.
+    Several studies of any family are concatenated (see `concat_studies`); the column `study` distinguishes them.
 
     Args:
         path: an output folder, a results/<run> folder, or any folder above these.
@@ -71,12 +67,7 @@ def load(path: Path | str, *, live: bool = False) -> StudyFrames:
     Raises:
         ValueError: there is no study.json, or its family is unknown.
     """
-    folders = find_study_folders(Path(path))
-    study_frames = [
-        _read_parquet(folder, live) if _is_parquet_newest(folder) else read_study(folder, live=live)
-        for folder in folders
-    ]
-    return concat_studies(study_frames)
+    return concat_studies([read_study(folder, live=live) for folder in find_study_folders(Path(path))])
 
 
 def find_study_folders(path: Path) -> list[Path]:
@@ -292,39 +283,3 @@ def _make_frame(rows: Sequence[Row], columns: Iterable[str]) -> pd.DataFrame:
     """Make a frame of those `columns` that occur in `rows`; `cast_frame` adds the others faster than pandas does."""
     present_names = {name for row in rows for name in row}
     return pd.DataFrame(rows, columns=[name for name in columns if name in present_names], index=range(len(rows)))
-
-
-def _is_parquet_newest(folder: Path) -> bool:
-    """Check whether all parquet tables exist and are newer than every file they were made from."""
-    tables = [folder / f"{name}.parquet" for name in FRAME_NAMES]
-    if not all(table.is_file() for table in tables):
-        return False
-    sources = [folder / STUDY_FILE, folder / "runs", *folder.glob("runs/*/*.json"), *folder.glob("runs/*/*.jsonl")]
-    # The folder runs/ is a source too: its time changes when a run is added or deleted. A source with the same time as
-    # a table counts as newer, since some file systems have coarse times.
-    oldest_table_ns = min(table.stat().st_mtime_ns for table in tables)
-    return all(source.stat().st_mtime_ns < oldest_table_ns for source in sources if source.exists())
-
-
-def _read_parquet(folder: Path, live: bool) -> StudyFrames:
-    """Read the tables of a study, or the files of its runs if the tables are damaged or outdated."""
-    study = _read_study_file(folder)
-    schemas, has_runs = get_schemas(study.family), (folder / "runs").is_dir()
-    try:
-        tables = {name: read_table(folder / f"{name}.parquet") for name in FRAME_NAMES}
-    except ValueError as error:
-        if not has_runs:
-            raise
-        warnings.warn(f"{error} The files of its runs are read instead.", DamageWarning, stacklevel=3)
-        return read_study(folder, live=live)
-    damage = get_damage(tables["trials"])
-    if not has_runs:
-        for message in damage:
-            warnings.warn(message, DamageWarning, stacklevel=3)
-    # Tables of an older version lack new columns. Damaged files may have been repaired since; reading them shows.
-    is_outdated = bool(damage) or any(not set(schemas[name]) <= set(tables[name]) for name in FRAME_NAMES)
-    # "running" in a table may be stale as well; `read_study` then reads it as "interrupted".
-    if (has_runs and is_outdated) or (not live and tables["trials"]["status"].isin(OPEN_STATUSES).any()):
-        return read_study(folder, live=live)
-    frames = {name: cast_frame(tables[name], schemas[name]) for name in FRAME_NAMES}
-    return StudyFrames(**frames, study=study, folders=(Path(os.path.abspath(folder)),))

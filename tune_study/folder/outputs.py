@@ -4,18 +4,17 @@ import os
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from trainable.config.command_lines import PROGRAM, format_command
 from trainable.config.run_config import format_validation_error
-from trainable.files.json_values import DamageWarning
 from trainable.files.paths import check_tree, lock_file, open_regular, read_bytes, write_text
 from trainable.runs.study_record import (
     ENDED_STATUSES,
@@ -39,6 +38,9 @@ from tune_study.folder.statuses import make_timestamp, read_statuses
 from tune_study.folder.study_file import is_running
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import RunSpec, StudyPlan, make_base_config
+
+if TYPE_CHECKING:
+    from analysis.data.frames import StudyFrames
 
 _LOCK_PATIENCE_S = 1.0
 """Seconds to wait for the lock, since `status` takes it for a moment and a start must not fail because of that."""
@@ -304,20 +306,13 @@ def lock_folder(folder: Path, task: str = "the study") -> Iterator[None]:
         yield
 
 
-def write_tables(folder: Path) -> None:
-    """Make the tables of `analysis.data.frames.FRAMES` from the rows, and write them as parquet files.
-
-    Warns of damaged files, and stores the warnings in the tables.
-    """
+def write_tables(folder: Path) -> "StudyFrames":
+    """Read the rows of a study, write them as parquet tables for other programs, and return them."""
     from analysis.data.load import read_study
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        frames = read_study(folder, live=is_running(folder))
-    for warning in caught:
-        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    damage = [str(warning.message) for warning in caught if issubclass(warning.category, DamageWarning)]
-    frames.write_parquet(folder, damage)
+    frames = read_study(folder, live=is_running(folder))
+    frames.write_parquet(folder)
+    return frames
 
 
 def write_search_store(plan: StudyPlan) -> Path:

@@ -14,7 +14,6 @@ from trainable.runs.failures import NON_FINITE
 from trainable.runs.study_record import ENDED_STATUSES, StatusRecord
 from tune_study.folder import outputs
 from tune_study.folder.statuses import StudyStatuses, find_finished_runs, write_summary
-from tune_study.folder.study_file import is_running
 from tune_study.host.console import print_error, print_line, print_table, show_phases
 from tune_study.host.interrupt import Interrupt
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan, add_seeds
@@ -191,16 +190,12 @@ def write_results(
     ends in order and says how to try again.
     """
     try:
-        from analysis.data.load import load  # imports pandas
-        from analysis.report.pages import conclude, write_frames_report
+        from analysis.report.pages import conclude, write_frames_report  # imports pandas
 
         with show_phases(console, "writing tables and report"):
-            outputs.write_tables(folder)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DamageWarning)  # the tables have just warned of it
-                frames = load(folder, live=is_running(folder))
-                report = write_frames_report(frames, folder, with_pictures=with_pictures, own_sections=own_sections)
-                conclusion = conclude(frames, own_sections)
+            frames = outputs.write_tables(folder)
+            report = write_frames_report(frames, folder, with_pictures=with_pictures, own_sections=own_sections)
+            conclusion = conclude(frames, own_sections)
     except Exception as error:
         return (
             f"The rows are saved in {folder}/runs, but the tables or the report could not be written: "

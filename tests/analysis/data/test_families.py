@@ -1,9 +1,7 @@
 """Tests of the families of studies: their columns, the summary of a sandbox run, and two families loaded together."""
 
 import math
-import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -146,15 +144,6 @@ def test_mean_entropy_equals_a_fine_sum_and_ignores_rows_on_the_curve(points: li
     assert summarize_run(dense_rows, None, ())["mean_entropy"] == pytest.approx(mean_entropy)
     extended_mean = summarize_run(rows, 2 * end, ())["mean_entropy"]  # a second half as long, at the last value
     assert extended_mean == pytest.approx((mean_entropy + heights[-1]) / 2)
-
-
-def test_tables_of_an_older_version_are_not_read_for_a_column_that_they_lack(tmp_path: Path) -> None:
-    folder = write_sandbox(tmp_path, [FakeRun("DG", steps=60)], SHORT)
-    frames = read_study(folder)
-    replace(frames, trials=frames.trials.drop(columns="mean_entropy")).write_parquet(folder)
-    assert diff_all_frames(load(folder), frames) == []
-    shutil.rmtree(folder / "runs")  # without the line files, the column stays missing
-    assert load(folder).trials["mean_entropy"].isna().all()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Tests of reading files into frames: torn lines, repeated steps, statuses, several studies, parquet, moved folders."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,7 +14,6 @@ from analysis import diff_frames
 from analysis.data.frames import SCHEMAS, cast_frame
 from analysis.data.load import load, read_study
 from analysis.data.schemas import CATEGORY
-from analysis.data.tables import write_table
 from tests.analysis.data.comparing import check_parquet, diff_all_frames
 from tests.fakes.lines import append_record, change_records
 from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_analyses, write_study
@@ -251,36 +249,6 @@ def test_parquet_holds_the_same_rows(tmp_path: Path, has_gradients: bool) -> Non
     assert load(folder).study == read_study(folder).study
 
 
-def test_a_folder_of_an_older_version_is_read_from_its_lines_and_a_probe_makes_tables_out_of_date(folder: Path) -> None:
-    write_marked_tables(folder)
-    for name in ("gradients", "gradient_groups"):
-        (folder / f"{name}.parquet").unlink()
-    frames = load(folder)
-    assert (frames.steps["train_success"] != -1).all()
-    assert frames.gradients.empty
-    frames.write_parquet(folder)
-    write_analyses(folder, RUN, [FakeAnalysis(51, "probe")])
-    assert set(load(folder).gradients["source"]) == {"probe"}
-
-
-def write_marked_tables(folder: Path) -> None:
-    """Write tables that differ from the line files, so that a test sees which of them were read."""
-    frames = read_study(folder)
-    frames.steps["train_success"] = -1.0
-    frames.write_parquet(folder)
-
-
-def test_tables_are_read_while_they_are_newest_also_in_a_moved_folder(folder: Path, metrics: Path) -> None:
-    write_marked_tables(folder)
-    assert (load(folder).steps["train_success"] == -1).all()
-    oldest = min(path.stat().st_mtime_ns for path in folder.glob("*.parquet"))
-    os.utime(metrics, ns=(oldest - 1, oldest - 1))
-    moved = folder.rename(folder.with_name("there"))
-    assert (load(moved).steps["train_success"] == -1).all()
-    os.utime(get_path(moved, RUN, "metrics.jsonl"), ns=(oldest, oldest))
-    assert (load(moved).steps["train_success"] != -1).all()
-
-
 def test_several_studies_are_distinguished(tmp_path: Path) -> None:
     write_study(tmp_path, [RUN], SHORT)
     entropy_study = FakeStudy(
@@ -362,28 +330,6 @@ def change_study(folder: Path, **changes: object) -> None:
     write_object(folder / "study.json", {**read_object(folder / "study.json"), **changes})
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda content: b"",
-        lambda content: content[: len(content) // 2],
-        lambda content: bytes(len(content)),
-        lambda content: content[:4] + bytes(200) + content[204:],
-    ],
-)
-def test_rows_are_read_where_a_table_is_damaged(folder: Path, damage: Callable[[bytes], bytes]) -> None:
-    frames = read_study(folder)
-    frames.write_parquet(folder)
-    path = folder / "steps.parquet"
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.warns(UserWarning, match=r"steps\.parquet cannot be read .* The files of its runs are read instead"):
-        loaded_frames = load(folder)
-    assert diff_frames(loaded_frames.steps, frames.steps) == []
-    shutil.rmtree(folder / "runs")
-    with pytest.raises(ValueError, match=r"steps\.parquet cannot be read"):
-        load(folder)
-
-
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -457,35 +403,6 @@ def test_no_link_below_the_folder_is_followed(folder: Path, tmp_path: Path, name
         load(folder)
 
 
-def test_a_table_of_another_schema_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    frames = read_study(folder)
-    frames.write_parquet(folder)
-    with monkeypatch.context() as patch:
-        patch.setattr("analysis.data.tables.SCHEMA", SCHEMA + 1)
-        write_table(frames.steps.assign(entropy=7.0), folder / "steps.parquet")
-    with pytest.warns(UserWarning, match=f"it has schema {SCHEMA + 1}, and this version reads schema {SCHEMA}"):
-        loaded_frames = load(folder)
-    assert diff_frames(loaded_frames.steps, frames.steps) == []
-
-
-def test_tables_made_from_damaged_files_say_so(folder: Path) -> None:
-    path = get_path(folder, RUN, "run.json")
-    content = path.read_bytes()
-    path.write_bytes(content[:-20])
-    with pytest.warns(DamageWarning, match=r"run\.json is damaged"):
-        write_tables(folder)
-    with pytest.warns(DamageWarning, match=r"run\.json is damaged"):
-        load(folder)
-    path.write_bytes(content)
-    assert load(folder).trials["arm"].to_list() == ["0"]  # repaired
-    path.write_bytes(content[:-20])
-    with pytest.warns(DamageWarning):
-        write_tables(folder)
-    shutil.rmtree(folder / "runs")
-    with pytest.warns(DamageWarning, match=r"run\.json is damaged"):  # the tables are all that is left
-        load(folder)
-
-
 def test_measures_of_a_game_of_the_user_are_columns_of_steps_but_not_without_end(tmp_path: Path) -> None:
     rows = {"val_standing": 0.25, "train_standing": 0.5, "nonsense": 1.0, "val_not a name": 1.0}
     steps = load(write_study(tmp_path / "a", [FakeRun("0", steps=5, rows=rows), FakeRun("0.1", steps=5)])).steps
@@ -521,11 +438,11 @@ def test_columns_of_categories_are_equal_if_their_texts_are() -> None:
     assert diff_frames(a, b.iloc[::-1]) == ["arm: 2 of 2 rows differ, first 0: 'x' against 'y'"]
 
 
-def test_tables_that_are_made_while_a_study_runs_say_so(tmp_path: Path) -> None:
+def test_a_study_that_runs_has_statuses_that_only_its_process_could_say(tmp_path: Path) -> None:
     runs = [FakeRun("0", status="running", steps=2), FakeRun("0.1", status="waiting", steps=0)]
     folder = write_study(tmp_path, runs, SHORT)
     with lock_folder(folder):
-        write_tables(folder)
+        assert write_tables(folder).trials["status"].tolist() == ["running", "waiting"]
         assert load(folder, live=True).trials["status"].tolist() == ["running", "waiting"]
     # The process is gone, and so is what only it could say.
     assert load(folder).trials["status"].tolist() == ["interrupted", "never_ran"]

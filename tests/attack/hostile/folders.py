@@ -13,7 +13,6 @@ from tests.attack.children import call_in_child
 from tests.attack.damaged_files import load_frames, read_tree, write_home
 from tests.attack.hostile.contents import CONTENTS, MARKER, Change, HostileCopy
 from tests.attack.hostile.links import LINKS
-from tests.attack.hostile.tables import TABLES
 from tests.attack.hostile.trace import USER_FOLDERS, Trace
 from tests.attack.sample_study import ENDED_ARM, PROBE_OPTIONS, SampleStudy, run_command
 from trainable.files.paths import UnsafePathError
@@ -100,7 +99,7 @@ def change_folder(copy: HostileCopy, change: Change) -> str:
     return ""
 
 
-CHANGES = {**LINKS, **CONTENTS, **TABLES}
+CHANGES = {**LINKS, **CONTENTS}
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
