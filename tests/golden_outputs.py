@@ -63,7 +63,7 @@ def list_help() -> Iterator[str]:
 
 def list_dry_runs(folder: Path) -> Iterator[str]:
     """What each study would do on the laptop, and the study of the KL coefficient under each preset."""
-    commands = [(name, "laptop") for name in STUDIES] + [("kl", preset) for preset in ("paper", "stress", "small")]
+    commands = [(name, "laptop") for name in STUDIES] + [("kl", preset) for preset in ("paper", "stress", "huge")]
     for name, preset in commands:
         result = invoke("run", name, "--preset", preset, "--output", str(folder), "--dry-run", "--seeds", "2")
         lines = [line.rstrip() for line in (result.stdout + result.stderr).replace(str(folder), "OUT").splitlines()]

@@ -59,11 +59,14 @@ RunLocation = Annotated[
 ]
 Preset = Annotated[
     str | None,
-    option("NAME", "laptop, stress or paper; default: paper if it fits the GPUs, else laptop."),
+    option("NAME", "laptop, small, stress or paper; default: paper if it fits the GPUs, else laptop."),
 ]
 Env = Annotated[
     str | None,
-    option("NAME", f"Game to play: {', '.join(GAMES).replace(',', ' (default),', 1)}, or yours, FILE.py:NAME."),
+    option(
+        "NAME",
+        f"Game: {', '.join(GAMES).replace(',', ' (default),', 1)}; a data set, FILE.jsonl; or yours, FILE.py:NAME.",
+    ),
 ]
 UpdateMicroBatch = Annotated[
     int | None,
