@@ -5,9 +5,9 @@ requests. Only the training is not: a step waits, writes lines, and a small stat
 long as that of a 3B model. Time is compressed: --wait-seconds stand for --step-seconds. A node is taken away without a
 notice, so its run ends at random, once in --preempted-hours on average. There is one run per node.
 
-`measured` has what was counted. `per_hour` has what follows for an hour of real time, as far as it grows with results,
-checkpoints and starts; `formulas` says how. CPU seconds are those of the driver's process alone. The second simulation
-takes ten minutes.
+CPU seconds are those of the driver's process alone (Linux only). What costs real time instead of compressed time is
+measured by itself: one round of the driver's copies without news, and the files that Tune copies with its state.
+docs/cluster.md derives from it what an hour costs. The second simulation takes a quarter of an hour.
 Run: python benchmarks/cluster_scale.py [--runs 100 1000 --nodes 8 64]
 """
 
@@ -289,7 +289,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--runs", type=parse_count, nargs="+", default=[100, 1000], help="numbers of runs")
     parser.add_argument("--nodes", type=parse_count, nargs="+", default=[8, 64], help="as many numbers of nodes")
-    parser.add_argument("--steps", type=parse_count, default=40, help="steps of a run")
+    parser.add_argument("--steps", type=parse_count, default=20, help="steps of a run")
     parser.add_argument("--step-seconds", type=float, default=120.0, help="seconds of a real step")
     parser.add_argument("--wait-seconds", type=float, default=0.5, help="seconds that a simulated step takes")
     parser.add_argument("--checkpoint-seconds", type=float, default=300.0, help="trainer.resume_seconds")
@@ -301,8 +301,8 @@ def main() -> None:
     prepare_environment(())
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # Ray prints a line per process that ends
-        measured = [simulate(*pair, args) for pair in zip(args.runs, args.nodes, strict=True)]
-    print(json.dumps({"machine": describe(), "options": vars(args), "simulations": measured}, indent=2))
+        simulations = [simulate(*pair, args) for pair in zip(args.runs, args.nodes, strict=True)]
+    print(json.dumps({"benchmark": "cluster_scale", **describe(), "options": vars(args), "simulations": simulations}))
 
 
 if __name__ == "__main__":

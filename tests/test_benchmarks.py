@@ -26,6 +26,7 @@ SCRIPTS = sorted(
 TINY_OPTIONS = ("--shape", "tiny", "--device", "cpu", "--episodes", "16", "--tokens", "4")
 SHORT: dict[str, tuple[str, ...]] = {
     "checkpoint_copies.py": ("--gigabytes", "0.001", "--repetitions", "2"),
+    "cluster_scale.py": ("--runs", "2", "--nodes", "2", "--steps", "3", "--wait-seconds", "0.1"),
     "cross_scoring.py": ("--repetitions", "1", "--steps", "1", "--samples", "8"),
     "environment.py": ("--repetitions", "1"),
     "gpu_step.py": (*TINY_OPTIONS, "--dtype", "float32"),
@@ -53,7 +54,7 @@ ALLOWED_WARNINGS = {
     # The imports of vLLM itself warn.
     "rollout_engines.py": ("DeprecationWarning", "FutureWarning", "UserWarning"),
 }
-RAY_SCRIPTS = ("checkpoint_copies.py", "sweep_growth.py", "sweep_overhead.py")
+RAY_SCRIPTS = ("checkpoint_copies.py", "cluster_scale.py", "sweep_growth.py", "sweep_overhead.py")
 """Benchmarks that start Ray."""
 SLOW_SCRIPTS = (
     *RAY_SCRIPTS,
