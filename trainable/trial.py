@@ -97,8 +97,8 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
     A result has the columns of the run's row. Since schedulers and searchers compare every result, columns that a step
     has not measured keep their last value (or `base_<column>` before the first, or else NaN). `carried` names these
     columns. `note` has events since the last result. `saved` is whether a checkpoint of this step is on the run's disk,
-    `uploaded` the folder below `storage` of a checkpoint that was uploaded since the last result, or empty, and
-    `finished` whether the run has ended by itself. `done` is also True if Tune ends the trial. With a list of
+    `finished` whether the run has ended by itself, and `uploaded`, with a storage, the folder of a checkpoint that was
+    uploaded since the last result, or empty. `done` is also True if Tune ends the trial. With a list of
     seeds, a result has the means over the runs, `rows` by run_id, and `failed` with the reason of each run that failed
     while others could continue.
 
@@ -200,7 +200,8 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             if not self._has_seed_list and report.failures:
                 (words,) = report.failures.values()
                 return self._make_failure_result(Failure(NON_FINITE, words, is_retried=False))
-            return {**self._make_result(report), "uploaded": uploaded}
+            result = self._make_result(report)
+            return result if self._uploads is None else {**result, "uploaded": uploaded}
         except Exception as error:
             # Read from disk, since the error may have occurred before the runs were loaded.
             has_rows = any(read_rows(Path(run["run_dir"]) / METRICS_FILE) for run in self._runs)

@@ -26,7 +26,7 @@ from trainable.runs.checkpoint import read_checkpoint
 from trainable.runs.records import DEFAULT_STEP_COLUMNS, STOP_COLUMNS, drop_carried, make_empty_row
 from trainable.trial import PPO
 
-ADDED_KEYS = ("training_iteration", "done", "finished", "note", "saved", "uploaded", "carried")
+ADDED_KEYS = ("training_iteration", "done", "finished", "note", "saved", "carried")
 FAILURE_WORDS = {"failure": "", "failure_class": "", "failure_trace": ""}
 
 
@@ -44,7 +44,7 @@ def test_rows_are_on_disk_as_they_were_reported(uninterrupted_run: Uninterrupted
     # Columns without a measurement take no space on disk.
     assert not any(value is None for row in rows for value in row.values())
     rows = [{**make_empty_row(), **row} for row in rows]
-    added = {"note": "", "saved": True, "uploaded": "", "carried": "", **FAILURE_WORDS}
+    added = {"note": "", "saved": True, "carried": "", **FAILURE_WORDS}
     ends = [{"training_iteration": step, "finished": step == 3, "done": step == 3} for step in (1, 2, 3)]
     reported = [{**drop_carried(row), "carried": ""} for row in uninterrupted_run[1]]
     assert [{**row, **end, **added} for row, end in zip(rows, ends, strict=True)] == reported
