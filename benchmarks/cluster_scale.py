@@ -206,11 +206,12 @@ def read_memory_megabytes() -> float:
 
 
 def plan_study(folder: Path, uri: str, num_runs: int, num_steps: int) -> StudyPlan:
-    """Plan a study of fake runs, all of one arm."""
+    """Plan a study of fake runs, of five arms if they can have equally many."""
     study = STUDIES["kl"]
     study = replace(study, family=replace(study.family, trainable="cluster_scale:FakeRun"))
     settings = {"trainer.total_training_steps": num_steps}
-    return replace(make_plan(study, "laptop", "", settings, ("0",), num_runs, folder), storage=uri)
+    arms = ("0", "0.01", "0.03", "0.1", "0.3") if num_runs % 5 == 0 else ("0",)
+    return replace(make_plan(study, "laptop", "", settings, arms, num_runs // len(arms), folder), storage=uri)
 
 
 def simulate(num_runs: int, num_nodes: int, args: argparse.Namespace) -> dict[str, Any]:
