@@ -200,8 +200,7 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             if not self._has_seed_list and report.failures:
                 (words,) = report.failures.values()
                 return self._make_failure_result(Failure(NON_FINITE, words, is_retried=False))
-            result = self._make_result(report)
-            return result if self._uploads is None else {**result, "uploaded": uploaded}
+            return self._make_result(report) | ({} if self._uploads is None else {"uploaded": uploaded})
         except Exception as error:
             # Read from disk, since the error may have occurred before the runs were loaded.
             has_rows = any(read_rows(Path(run["run_dir"]) / METRICS_FILE) for run in self._runs)
