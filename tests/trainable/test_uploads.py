@@ -275,6 +275,20 @@ def test_saved_checkpoints_move_to_the_storage(make_trial: Callable[..., PPO], t
     assert not list((tmp_path / "a" / "saved").rglob("global_step_*"))
 
 
+def test_a_drained_node_leaves_a_state_also_after_a_step_that_was_saved(
+    make_trial: Callable[..., PPO], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = (tmp_path / "shared").as_uri()
+    rare = {"trainer.resume_every": 50, "trainer.resume_seconds": 1000, "trainer.save_freq": 2}
+    trial = make_trial("a", uri, **rare)
+    trial.step()
+    monkeypatch.setattr(type(trial), "_is_node_draining", lambda self: True)
+    result = trial.step()
+    assert result["note"] == "the node is drained, so a state is saved"
+    assert [entry[2] for entry in list_checkpoints(uri)] == [{0: 2}]
+    assert make_trial("b", uri, **rare).step()["step"] == 3
+
+
 def test_a_storage_that_refuses_fails_the_run_with_its_words(
     make_trial: Callable[..., PPO], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

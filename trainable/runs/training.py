@@ -18,7 +18,7 @@ from trainable.config.run_config import apply_overrides
 from trainable.files.step_phase import STEP_PHASE, remove_phase, write_phase
 from trainable.runs.failures import CheckpointError, call_with_retry
 from trainable.runs.run import LinesByFile, Run, TrainerState
-from trainable.runs.run_files import Row
+from trainable.runs.run_files import Row, list_states
 from trainable.runs.stop_rules import StopDecision
 
 
@@ -312,7 +312,8 @@ class TrainingLoop:
         if self.trainer is None:
             return
         for run in (self.runs[seed] for seed in self.trainer.seeds):
-            if not run.is_over and self.trainer.step_index not in run.list_checkpoint_steps():
+            # A saved checkpoint of the step is not enough, since only rolling ones are copied to other nodes.
+            if not run.is_over and f"step_{self.trainer.step_index}" not in list_states(run.run_dir):
                 run.prepare_checkpoint(self.trainer.get_state(run.seed), is_rolling=True, is_permanent=False)()
 
     def _write_all(self, writes: Sequence[Callable[[], None]], in_background: bool) -> None:
