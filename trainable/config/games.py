@@ -3,6 +3,7 @@
 Only the settings of the game that env.name selects are read.
 """
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Literal, NamedTuple
@@ -19,6 +20,7 @@ from trainable.config.setting_types import (
     Outside,
     ParseNull,
     Positive,
+    require,
 )
 
 
@@ -45,6 +47,17 @@ class CountdownConfig(SettingsSection):
     max_number: int = Field(99, ge=9, le=999, description="largest number of a problem")
 
 
+DataScore = Literal["exact", "number", "regex", "format"]
+
+
+def _is_pattern(text: str | None) -> bool:
+    try:
+        re.compile(text or "")
+    except re.error:
+        return False
+    return True
+
+
 class DatasetConfig(SettingsSection):
     """Dataset: the rows of a file, and how a reply is scored."""
 
@@ -54,10 +67,12 @@ class DatasetConfig(SettingsSection):
     """beginning of the SHA-256 of the file, which `--env FILE` sets; null: not checked"""
     prompt: str = Field("prompt", description="field of a row with the prompt: a text, or a list of messages")
     answer: str = Field("answer", description="field of a row with the answer")
-    score: Literal["exact", "number", "regex", "format"] = "exact"
+    score: DataScore = "exact"
     """what is right: the answer but for blanks; its last number; a match of the answer as a regular expression; or any
     answer that pattern finds"""
-    pattern: Annotated[str | None, ParseNull] = None
+    pattern: Annotated[str | None, ParseNull, require(_is_pattern, "must be a regular expression, such as [0-9]+")] = (
+        None
+    )
     """regular expression for the answer in a reply: the first group of its last match; null: the whole reply"""
     instructions: str = Field("You are a helpful assistant.", description="the system message")
 

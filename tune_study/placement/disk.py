@@ -16,7 +16,12 @@ from rich.filesize import decimal
 from trainable.config.run_config import RunConfig
 from trainable.runs.episode_lines import MAX_ANSWER_CHARS
 from tune_study.folder.statuses import find_finished_runs
-from tune_study.placement.model_size import ModelShape, count_trained_parameters, read_model_shape
+from tune_study.placement.model_size import (
+    ModelShape,
+    count_trained_parameters,
+    count_trained_tensors,
+    read_model_shape,
+)
 from tune_study.plan.errors import MisfitError, PlanError
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan
 
@@ -25,8 +30,8 @@ _ROLLING_STATES = 3
 written."""
 
 # The following constants were measured with the laptop preset and rounded up by at least 5 %.
-_CHECKPOINT_BYTES, _NETWORK_BYTES = 3_000, 10_900
-"""Bytes of a checkpoint besides its weights and moments: JSON files, and headers and step counts of a network."""
+_CHECKPOINT_BYTES, _TENSOR_BYTES = 3_000, 404
+"""Bytes of a checkpoint besides weights and moments: JSON files; per tensor four headers and AdamW's step count."""
 _STEP_BYTES, _ANALYSIS_BYTES, _RUN_BYTES, _STUDY_BYTES = 21_000, 100_000, 250_000, 2_050_000
 """Bytes per step or evaluation (rows, Tune's results, TensorBoard, logs, tables and report), per gradient analysis of
 128 groups, and in addition per run and per study (Tune's experiment state, figures, settings, scripts and pictures)."""
@@ -52,8 +57,8 @@ def compute_checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:
 
     Frozen networks (reference, base) are loaded from the original model and not saved.
     """
-    networks = count_trained_parameters(shape, config)
-    return 12 * sum(networks.values()) + len(networks) * _NETWORK_BYTES + _CHECKPOINT_BYTES
+    num_parameters = sum(count_trained_parameters(shape, config).values())
+    return 12 * num_parameters + count_trained_tensors(shape, config) * _TENSOR_BYTES + _CHECKPOINT_BYTES
 
 
 def count_occurrences(steps: int, every: int) -> int:

@@ -165,3 +165,14 @@ def count_trained_parameters(shape: ModelShape, config: RunConfig) -> dict[str, 
     if config.critic.shared_trunk:
         return {"policy": policy + value_head}
     return {"policy": policy, "critic": critic + value_head}
+
+
+def count_trained_tensors(shape: ModelShape, config: RunConfig) -> int:
+    """Count the trained tensors of all networks."""
+    trunk = len(shape.trunk) or 12 * shape.num_hidden_layers + 2  # 7 matrices, 3 biases and 2 norms per block
+    policy, value_head = trunk + (not shape.tie_word_embeddings), 2
+    if config.model.lora_rank:
+        policy = trunk = 2 * len(list_adapted_layers(shape, config)) * shape.num_hidden_layers
+    if not config.algorithm.estimator.needs_critic:
+        return policy
+    return policy + value_head + (0 if config.critic.shared_trunk else trunk)

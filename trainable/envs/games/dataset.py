@@ -8,11 +8,12 @@ from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from trainable.config.games import DataScore
 from trainable.config.setting_types import PromptStyle
 from trainable.envs.data_rows import DataFileError, read_data_rows
 from trainable.envs.environment import FIRST_TEST_SEED, Measure, TurnLimits, TurnOutcome
@@ -36,6 +37,10 @@ class Row(NamedTuple):
         """Equal for prompts that differ only in case and blanks."""
         return hashlib.sha256(" ".join(self.prompt.casefold().split()).encode()).digest()
 
+    def make_level(self, seed: int) -> "DataLevel":
+        """Make the level of this row."""
+        return DataLevel(seed, self.prompt, self.answer, self.key)
+
 
 @dataclass(frozen=True)
 class DataLevel:
@@ -55,12 +60,14 @@ class DataRows(NamedTuple):
 
 
 @lru_cache(maxsize=4)
-def read_rows(file: str, prompt: str, answer: str, digest: str | None = None) -> DataRows:
+def read_rows(file: str, prompt: str, answer: str, score: DataScore = "exact", digest: str | None = None) -> DataRows:
     """Read the rows of a .jsonl or .parquet file and split them by the hash of their prompts.
 
-    prompt, answer: names of the fields. A prompt is a text, or a list of messages, whose contents are joined. digest:
-    what `compute_digest` must return for the file; None for any. Raises DataFileError if a row has no such field, if
-    the file has changed, or if it has too few rows.
+    prompt, answer: names of the fields. A prompt is a text, or a list of messages, whose contents are joined. score:
+    the rule for which the answers are. digest: what `compute_digest` must return for the file; None for any.
+
+    Raises DataFileError if a row has no such field, or an answer that does not fit the rule, if the file has changed,
+    or if it has too few rows.
     """
     path, rows = Path(file), dict[bytes, Row]()
     if digest is not None and compute_digest(path) != digest:
@@ -71,6 +78,14 @@ def read_rows(file: str, prompt: str, answer: str, digest: str | None = None) ->
     count = 0
     for place, content in read_data_rows(path):
         row = Row(_read_field(path, place, content, prompt), _read_field(path, place, content, answer))
+        if score == "number" and read_number(row.answer) is None:
+            raise DataFileError(f"{path}, {place}: the answer {row.answer[:80]!r} has no number.")
+        if score == "regex":
+            try:
+                _compile(row.answer)
+            except re.error as error:
+                text = f"the answer {row.answer[:80]!r} is no regular expression ({error})"
+                raise DataFileError(f"{path}, {place}: {text}.") from None
         rows.setdefault(row.key, row)
         count += 1
     sets: dict[str, list[Row]] = {"training": [], "validation": [], "test": []}
@@ -124,7 +139,7 @@ class DataSet:
     digest: str | None
     prompt: str
     answer: str
-    score: Literal["exact", "number", "regex", "format"]
+    score: DataScore
     pattern: str | None
     instructions: str
     name: ClassVar[str] = "dataset"
@@ -137,15 +152,7 @@ class DataSet:
         """The rows of the file. Raises DataFileError."""
         if self.file is None:
             raise DataFileError("the game needs a file of prompts and answers: type --env FILE.jsonl.")
-        rows = read_rows(self.file, self.prompt, self.answer, self.digest)
-        if self.score == "regex":
-            for row in (row for split in rows.sets.values() for row in split):
-                _compile(row.answer)
-        if self.score == "number":
-            for row in (row for split in rows.sets.values() for row in split):
-                if read_number(row.answer) is None:
-                    raise DataFileError(f"{self.file}: the answer {row.answer[:80]!r} has no number.")
-        return rows
+        return read_rows(self.file, self.prompt, self.answer, self.score, self.digest)
 
     def make_levels(self, seeds: Sequence[int]) -> list[DataLevel]:
         """Return the row of each seed: of validation below 10,000, else of training, in another order each epoch."""
@@ -154,17 +161,17 @@ class DataSet:
     def _make_level(self, seed: int) -> DataLevel:
         sets = self.rows.sets
         if seed < FIRST_TRAINING_SEED:
-            return _make_question(seed, sets["validation"][seed % len(sets["validation"])])
+            return sets["validation"][seed % len(sets["validation"])].make_level(seed)
         epoch, place = divmod(seed - FIRST_TRAINING_SEED, len(sets["training"]))
-        return _make_question(seed, sets["training"][_shuffle(epoch, len(sets["training"]))[place]])
+        return sets["training"][_shuffle(epoch, len(sets["training"]))[place]].make_level(seed)
 
     def make_test_levels(self, count: int) -> list[DataLevel]:
         """Return up to `count` test rows."""
         rows = self.rows.sets["test"][:count]
-        return [_make_question(FIRST_TEST_SEED + number, row) for number, row in enumerate(rows)]
+        return [row.make_level(FIRST_TEST_SEED + number) for number, row in enumerate(rows)]
 
     def start(self, levels: Sequence[DataLevel]) -> list[DataLevel]:
-        """Return the questions."""
+        """Return the levels, which are the states."""
         return list(levels)
 
     def step(
@@ -214,10 +221,6 @@ class DataSet:
         return np.ones(len(levels))
 
 
-def _make_question(seed: int, row: Row) -> DataLevel:
-    return DataLevel(seed, row.prompt, row.answer, row.key)
-
-
 @lru_cache(maxsize=8)
 def _shuffle(epoch: int, count: int) -> npt.NDArray[np.int64]:
     return np.random.default_rng(epoch).permutation(count)
@@ -225,7 +228,4 @@ def _shuffle(epoch: int, count: int) -> npt.NDArray[np.int64]:
 
 @lru_cache(maxsize=1024)
 def _compile(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise DataFileError(f"{pattern[:200]!r} is no regular expression: {error}.") from None
+    return re.compile(pattern, re.DOTALL)
