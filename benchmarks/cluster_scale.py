@@ -237,9 +237,9 @@ def simulate(num_runs: int, num_nodes: int, args: argparse.Namespace) -> dict[st
         resource_plan = resource_plan._replace(max_concurrent=num_nodes, cpus=num_nodes)
         storage.SYNC_SECONDS = 1e6  # the copies are measured below, since they do not follow the compressed time
         console = Console(quiet=True)
-        with StoredStudy(plan).keep_synced() as _, LocalRay([folder], console) as ray_context:
+        stored_study = StoredStudy(plan)
+        with stored_study.keep_synced(), LocalRay([folder], console) as ray_context:
             write_study(plan)
-            stored_study = StoredStudy(plan)
             stored_study.push()
             suite = SuiteContext(ray_context, make_interrupt(plan.folder))
             progress = Progress(plan, num_nodes, console)
@@ -299,7 +299,7 @@ def main() -> None:
     args = parser.parse_args()
     if len(args.runs) != len(args.nodes):
         parser.error("--runs and --nodes have different lengths: type as many numbers of nodes as of runs")
-    prepare_environment(())
+    prepare_environment((), has_storage=True)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # Ray prints a line per process that ends
         simulations = [simulate(*pair, args) for pair in zip(args.runs, args.nodes, strict=True)]

@@ -124,3 +124,10 @@ def s3() -> Iterator[str]:
     """Start a local S3-compatible server and yield the query of its URIs, as in s3://shelf/folder?<query>."""
     with start_s3_server() as query:
         yield query
+
+
+@pytest.fixture(params=["s3", "path"])
+def uri(request: pytest.FixtureRequest, tmp_path: Path, s3: str) -> str:
+    """The URI of a new storage, in S3 and in a folder."""
+    name = request.node.name.replace("[", "-").replace("]", "")
+    return f"s3://shelf/{name}?{s3}" if request.param == "s3" else (tmp_path / "shared").as_uri()

@@ -69,7 +69,9 @@ def list_stored_checkpoints(filesystem: FileSystem, trial: str) -> list[StoredCh
 
 
 def read_pointer(filesystem: FileSystem, checkpoint: str) -> str:
-    """Find the path of the uploaded checkpoint that a checkpoint of Tune names, or "" if it names none."""
+    """Find the path of the uploaded checkpoint that a checkpoint of Tune names; "" if none, and itself if it is one."""
+    if re.search(rf"/{STORED_CHECKPOINT}$", checkpoint):
+        return checkpoint
     with filesystem.open_input_stream(f"{checkpoint}/{POINTER_FILE}") as pointer:
         folder = str(parse_json(pointer.read()).get(POINTER_KEY))
     # Only a folder of the same trial, since a checkpoint is data that others may have written.

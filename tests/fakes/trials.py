@@ -18,6 +18,11 @@ from trainable.trial import PPO
 Row = dict[str, Any]
 UninterruptedRun = tuple[Path, list[Row]]
 FEW_LEVELS = {"env.val_env_groups": 4, "env.test_env_groups": 2}
+TOY = {"task": "token_reversal", "seq_len": 2, "d_model": 8, "num_layers": 1, "batch_size": 8} | {
+    "trainer.total_training_steps": 6,
+    "trainer.test_freq": 2,
+}
+"""A small run of update rules."""
 IDENTITY = {"run_id": "kl-01-s0", "study": "kl", "arm": "0.1", "seed": 0}
 
 

@@ -1,5 +1,6 @@
 """Checkpoints that a trial uploads to a storage: when, in which order, and what a later start does with them."""
 
+import json
 import shutil
 import threading
 import time
@@ -13,26 +14,14 @@ from ray import tune
 
 from sandboxes.update_rules.trial import UpdateRules
 from tests.fakes.scripted import SMALL_SETTINGS
-from tests.fakes.trials import FEW_LEVELS, drop_times
+from tests.fakes.trials import FEW_LEVELS, TOY, drop_times
 from trainable import uploads
 from trainable.runs.run_files import CHECKSUMS_FILE, METRICS_FILE, read_rows
 from trainable.trial import PPO
 from trainable.uploads import COMPLETE_FILE, Uploads, list_stored_checkpoints, read_pointer, upload_folder
 from tune_study.plan.storage_uri import join_uri
 
-SMALL = {**SMALL_SETTINGS, **FEW_LEVELS, "trainer.disk_patience": 0}
-TOY = {"task": "token_reversal", "seq_len": 2, "d_model": 8, "num_layers": 1, "batch_size": 8} | {
-    "trainer.total_training_steps": 6,
-    "trainer.test_freq": 2,
-    "trainer.disk_patience": 0,
-}
-
-
-@pytest.fixture(params=["s3", "path"])
-def uri(request: pytest.FixtureRequest, tmp_path: Path, s3: str) -> str:
-    """The URI of a new storage, in S3 and in a folder."""
-    name = request.node.name.replace("[", "-").replace("]", "")
-    return f"s3://shelf/{name}?{s3}" if request.param == "s3" else (tmp_path / "shared").as_uri()
+SMALL = {**SMALL_SETTINGS, **FEW_LEVELS}
 
 
 @pytest.fixture
@@ -41,7 +30,8 @@ def make_trial(tmp_path: Path) -> Iterator[Callable[..., PPO]]:
     trials: list[PPO] = []
 
     def make(node: str, uri: str, family: type[PPO] = PPO, **settings: object) -> PPO:
-        config = {**(SMALL if family is PPO else TOY), "run": {"storage": uri}, **settings}
+        base = SMALL if family is PPO else TOY
+        config = {**base, "trainer.disk_patience": 0, "run": {"storage": uri}, **settings}
         trials.append(type("Here", (family,), {"logdir": str(tmp_path / node)})(config))
         return trials[-1]
 
@@ -120,8 +110,6 @@ def test_checkpoints_are_listed_by_start_and_number_with_the_steps_of_their_stat
 
 @pytest.mark.parametrize("folder", ["../elsewhere", "start_1_01234567", "/etc", None, 3])
 def test_a_pointer_to_anything_but_a_checkpoint_of_its_trial_is_not_followed(folder: object, tmp_path: Path) -> None:
-    import json
-
     (tmp_path / "runs.json").write_text(json.dumps({"folder": folder}))
     assert read_pointer(*FileSystem.from_uri(tmp_path.as_uri())) == ""
 

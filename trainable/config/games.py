@@ -3,7 +3,6 @@
 Only the settings of the game that env.name selects are read.
 """
 
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Literal, NamedTuple
@@ -20,6 +19,7 @@ from trainable.config.setting_types import (
     Outside,
     ParseNull,
     Positive,
+    is_pattern,
     require,
 )
 
@@ -50,14 +50,6 @@ class CountdownConfig(SettingsSection):
 DataScore = Literal["exact", "number", "regex", "format"]
 
 
-def _is_pattern(text: str | None) -> bool:
-    try:
-        re.compile(text or "")
-    except re.error:
-        return False
-    return True
-
-
 class DatasetConfig(SettingsSection):
     """Dataset: the rows of a file, and how a reply is scored."""
 
@@ -70,7 +62,7 @@ class DatasetConfig(SettingsSection):
     score: DataScore = "exact"
     """what is right: the answer but for blanks; its last number; a match of the answer as a regular expression; or any
     answer that pattern finds"""
-    pattern: Annotated[str | None, ParseNull, require(_is_pattern, "must be a regular expression, such as [0-9]+")] = (
+    pattern: Annotated[str | None, ParseNull, require(is_pattern, "must be a regular expression, such as [0-9]+")] = (
         None
     )
     """regular expression for the answer in a reply: the first group of its last match; null: the whole reply"""

@@ -61,6 +61,14 @@ def require(is_valid: Callable[[Any], object], problem: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def is_pattern(text: str | None) -> bool:
+    """Check whether a text is a regular expression."""
+    try:
+        return bool(re.compile(text or ""))
+    except re.error:
+        return False
+
+
 def _check_power_of_two(number: float) -> float:
     """Return `number`. Raise ValueError unless it is a power of two."""
     if math.frexp(number)[0] != 0.5:

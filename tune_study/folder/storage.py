@@ -25,7 +25,7 @@ from trainable.files.json_values import format_object, parse_json
 from trainable.files.paths import atomic_write, check_tree, read_bytes
 from trainable.runs.run_files import CHECKSUMS_FILE, LINE_FILES, PROBES_FILE, STATE_FOLDER
 from trainable.runs.study_record import RUN_FILE, STATUS_FILE, STUDY_FILE
-from trainable.uploads import OBJECT_STORES, STORED_CHECKPOINT, list_stored_checkpoints, read_pointer
+from trainable.uploads import OBJECT_STORES, list_stored_checkpoints, read_pointer
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import RunSpec, StudyPlan, find_output
 
@@ -252,10 +252,8 @@ class StoredStudy:
                 path, seed = self._new_checkpoints.pop(run_id)
                 run_dir = self.plan.get_run_dir(run_id)
                 try:
-                    folder = path
-                    if not re.fullmatch(rf"[^/]+/{STORED_CHECKPOINT}", path):
-                        target = read_pointer(self._folder.filesystem, f"{self._folder.path}/{path}")
-                        folder = target.removeprefix(f"{self._folder.path}/")
+                    target = read_pointer(self._folder.filesystem, f"{self._folder.path}/{path}")
+                    folder = target.removeprefix(f"{self._folder.path}/")
                     for name in LINE_FILES if folder else ():
                         with suppress(FileNotFoundError):
                             self._folder.fetch(f"{folder}/{seed}/{name}", run_dir / name)

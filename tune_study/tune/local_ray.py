@@ -56,12 +56,15 @@ _LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """At 0, Ray listens only on the loopback address. Ray has this switch for systems without cluster support."""
 
 
-def prepare_environment(gpus: tuple[str, ...], joins_cluster: bool = False) -> None:
+def prepare_environment(gpus: tuple[str, ...], joins_cluster: bool = False, has_storage: bool = False) -> None:
     """Set the environment variables that Ray reads when it is imported and started.
 
     gpus: ids of the GPUs that Ray may use; empty if it starts without a GPU or runs elsewhere. joins_cluster: whether
-    Ray connects to other nodes, and must not be limited to the loopback address.
+    Ray connects to other nodes, and must not be limited to the loopback address. has_storage: whether Tune copies the
+    files of all trials to a storage whenever it saves its state, which no study is resumed from.
     """
+    if has_storage:  # every ten minutes, and not nearly all the time (docs/cluster.md)
+        os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "600")
     for name, value in _RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # Set even if the user has set it, unlike the others: Ray must not be reachable from other machines.

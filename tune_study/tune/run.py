@@ -171,14 +171,13 @@ def _run_planned_seeds(session: StudySession) -> int:
 
 def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
     """Train the remaining runs until all have a final status; return an error text, or ""."""
-    prepare_environment(session.resource_plan.gpus, joins_cluster=bool(session.resource_plan.cluster_address))
+    resource_plan = session.resource_plan
+    prepare_environment(
+        resource_plan.gpus, bool(resource_plan.cluster_address), has_storage=session.plan.storage is not None
+    )
     from tune_study.tune.callbacks import Recorder  # imports Ray, which reads the environment prepared above
 
     plan, rungs, problem = session.plan, None, ""
-    if plan.storage is not None:
-        # Tune copies the files of all trials with its state, which no study is resumed from. By default it does so
-        # nearly all the time: with 1,000 runs, gigabytes per copy (docs/cluster.md).
-        os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "600")
     if plan.search is not None and plan.search.grace_steps is not None:
         rungs = Rungs(plan, plan.study.family.is_higher_better, session.finished_statuses)
     recorder = Recorder(session, statuses, rungs)

@@ -43,13 +43,6 @@ def _shipped_study(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(search_spaces.catalog.STUDIES, "kl", FAKE)
 
 
-@pytest.fixture(params=["s3", "path"])
-def uri(request: pytest.FixtureRequest, tmp_path: Path, s3: str) -> str:
-    """The URI of a new storage, in S3 and in a folder."""
-    name = request.node.name.replace("[", "-").replace("]", "")
-    return f"s3://shelf/{name}?{s3}" if request.param == "s3" else (tmp_path / "shared").as_uri()
-
-
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder: another, empty one, as on another machine."""

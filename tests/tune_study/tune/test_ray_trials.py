@@ -12,7 +12,7 @@ from ray import tune
 from sandboxes.update_rules.trial import UpdateRules
 from search_spaces.catalog import STUDIES
 from tests.fakes.scripted import SMALL_SETTINGS
-from tests.fakes.trials import FEW_LEVELS, drop_times, make_trial_config, start_trial
+from tests.fakes.trials import FEW_LEVELS, TOY, drop_times, make_trial_config, start_trial
 from trainable.config.run_config import ConfigError
 from trainable.files.json_values import write_object
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
@@ -28,12 +28,6 @@ from tune_study.tune.trials import make_trial_configs
 from tune_study.tune.tuner import get_trainable, make_tuner, param_space
 
 SMALL = {**SMALL_SETTINGS, **FEW_LEVELS}
-
-
-TOY = {"task": "token_reversal", "seq_len": 2, "d_model": 8, "num_layers": 1, "batch_size": 8} | {
-    "trainer.total_training_steps": 6,
-    "trainer.test_freq": 2,
-}
 
 
 @pytest.fixture
