@@ -78,7 +78,12 @@ RULE, REWARD_SETTING = "trainer.own_stop_rules", "env.reward"
         (REWARD_SETTING, "level, turns", "return None", "returned None for two turns"),
         (REWARD_SETTING, "level, turns", "return [float('nan')] * 2", "a finite number per turn"),
         ("method", "rollouts", "return rollouts.rewards.mean(1)", "takes 1 positional argument but 3 were given"),
-        ("method", "_, log_probs, config", "return log_probs.mean()", r"the loss of each member, \[1\], and this is"),
+        (
+            "method",
+            "_, log_probs, config",
+            "return log_probs.mean()",
+            r"the loss of each member, \[1\], and this is a ten",
+        ),
         ("method", "_, log_probs, config", "return log_probs[0, 0, 0, 99]", "raised IndexError: index 99 .*line 2"),
     ],
 )

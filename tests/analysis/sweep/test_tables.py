@@ -209,6 +209,9 @@ def test_a_failed_run_is_named_and_not_scored(three_seed_frames: StudyFrames) ->
         (three_seed_frames.trials["arm"] == "nofilter") & (three_seed_frames.trials["status"] == "completed")
     ]
     assert row["late_val_success"] == pytest.approx(scored["late_val_success"].mean())
+    values = compare.collect_outcomes(three_seed_frames, "late_val_success").values
+    assert (values.index.to_list(), values.columns.to_list()) == (["0", "0.1", "1", "nofilter"], [0, 1, 2])
+    assert values.isna().sum(axis=1).to_dict() == {"0": 0, "0.1": 0, "1": 0, "nofilter": 1}
 
 
 @pytest.mark.long

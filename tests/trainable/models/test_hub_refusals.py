@@ -23,7 +23,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "capped logits": (
         "gemma2",
         SMALL | {"head_dim": 8},
-        "is a Gemma2ForCausalLM, and its logits differ from the output",
+        "is a Gemma2ForCausalLM, and its logits differ from the output of its head",
     ),
     "scaled logits": ("granite", SMALL | {"logits_scaling": 4.0}, r"logits differ from the output of its head"),
     "a head's bias": ("phi", SMALL, r"is a PhiForCausalLM, and its head has a bias"),

@@ -148,7 +148,7 @@ def test_a_gradient_whose_norm_overflows_is_named_by_its_largest_entry() -> None
             r"finite: norm of the gradient \(its largest entry",
         ),
         ({"env__format_penalty": -1e30, "critic__ppo_mini_batch_size": 8}, "finite: vf_loss"),
-        ({"env__format_penalty": -3e38}, "rewards were not finite"),
+        ({"env__format_penalty": -3e38}, r"rewards were not finite in \d of 2 groups \(such as \d"),
         (
             {"rollout__temperature": 1.2e-38},
             "logits, divided by the temperature 1.2e-38, were not finite during sampling",
@@ -165,7 +165,7 @@ def test_a_setting_that_overflows_ends_with_the_step_and_a_quantity(settings: di
 
 def test_rewards_that_overflow_are_found_with_any_metric_of_the_filter() -> None:
     trainer = make_quiet_trainer(env__format_penalty=-3e38, filter__rollout_filter_metric="length")
-    with pytest.raises(NonFiniteError, match=r"^rewards were not finite, in step 1$"):
+    with pytest.raises(NonFiniteError, match=r"^rewards were not finite .*, in step 1$"):
         trainer.step()
 
 

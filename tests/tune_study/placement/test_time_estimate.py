@@ -89,7 +89,7 @@ def test_a_run_is_its_steps_validations_and_tests() -> None:
 def test_a_longer_name_comes_before_what_it_holds() -> None:
     names = list(time_estimate._GPU_RATES)
     assert not [
-        (name, later_name) for i, name in enumerate(names) for later_name in names[i:] if name in later_name[1:]
+        (name, later_name) for i, name in enumerate(names) for later_name in names[i + 1 :] if name in later_name
     ]
 
 

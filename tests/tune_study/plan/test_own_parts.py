@@ -76,6 +76,11 @@ def test_a_study_continues_with_the_recorded_texts_only(tmp_path: Path) -> None:
     entry = SourceFile("elsewhere/kept_loss.py", PartFile("", LOSS).sha256, LOSS)
     with pytest.raises(PlanError, match=r"yourself with --code elsewhere/kept_loss\.py --code gone\.py, where"):
         check_recorded_files(tmp_path, [entry, SourceFile("gone.py", "0", "")])
+    trap = tmp_path / "trap.py"
+    trap.write_text("raise SystemExit('opened')\n")
+    words = r"uses parts of elsewhere/kept_loss\.py and .*\. For safety, no file that a folder names is executed: name"
+    with pytest.raises(PlanError, match=words):
+        check_recorded_files(tmp_path, [entry, SourceFile(str(trap), "0", "")])
     Path("kept_loss.py").write_text(LOSS.replace("-(", "-2 * ("))
     load_typed_files(["kept_loss.py"])
     with pytest.raises(

@@ -17,7 +17,7 @@ from tune_study.commands.searching import plan_confirmation
 from tune_study.folder.outputs import write_study
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.plan.errors import PlanError
-from tune_study.plan.search import DEFAULT_POINT, Search, format_dimension, make_space
+from tune_study.plan.search import DEFAULT_POINT, Search, describe_space, format_dimension, make_space
 from tune_study.plan.study_plan import StudyPlan, make_base_config
 
 BASE = make_base_config(STUDIES["kl"], "laptop")
@@ -179,3 +179,8 @@ def test_the_confirmation_of_a_point_has_its_settings_and_fresh_seeds(tmp_path: 
     write_study(confirmation)
     read = plan_from_folder(confirmation.folder)
     assert (read.runs, read.search, read.confirms) == (confirmation.runs, None, confirmation.confirms)
+
+
+def test_the_space_is_described_as_it_can_be_typed() -> None:
+    space = make_space(PPO, BASE, ["actor.lr=1e-5:1e-3", "algorithm.adv_estimator=gae,grpo"])
+    assert describe_space(space) == "actor.lr=1e-05:0.001:log; algorithm.adv_estimator=gae,grpo"

@@ -41,7 +41,9 @@ UNKNOWN = ["nope://bucket/x", "s3:/bucket/x", "s3://bucket/x?region", "gs://buck
 
 @pytest.mark.parametrize("text", SECRETS + UNKNOWN)
 def test_what_is_no_storage_or_may_contain_credentials_is_refused_and_not_repeated(text: str) -> None:
-    with pytest.raises(PlanError, match="no URI that is accepted, or contains a user name with a password") as raised:
+    with pytest.raises(
+        PlanError, match="no URI that is accepted, or contains a user name with a password, a key or a token"
+    ) as raised:
         check_uri(text)
     assert not [part for part in ("HIDDEN", "b/p", "bucket/x") if part in str(raised.value)]
 

@@ -113,6 +113,17 @@ def test_tables_have_a_row_a_run_and_the_settings_of_its_arm(folder: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("first_start")
+def test_a_second_start_trains_only_what_failed(folder: Path) -> None:
+    times_before = {path: path.stat().st_mtime_ns for path in folder.glob("results/influence/runs/*/metrics.jsonl")}
+    code, text, _ = run_study(plan_from_folder(folder / "results/influence"))
+    assert code == 1
+    assert text.count(" and is not run again") == 4
+    assert "2 of 6 runs remain" in text
+    assert {path: path.stat().st_mtime_ns for path in times_before} == times_before
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("first_start")
 def test_more_seeds_are_trials_of_their_own(folder: Path, tmp_path: Path) -> None:
     plan = merge_with_folder(make_plan_in(folder, 3, ("DG",)), extend=True)
     code, _, statuses = run_study(

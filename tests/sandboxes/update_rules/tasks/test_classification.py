@@ -171,5 +171,7 @@ def test_files_that_are_not_mnists_are_refused(tmp_path: Path) -> None:
     # No gzip file, a truncated one, and one with a deflate block of a type that does not exist.
     for content in (b"not", label_gzip[:-20], label_gzip[:10] + bytes([0xFF] * 40) + label_gzip[50:]):
         gzip_path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"idx1-ubyte\.gz cannot be unpacked \(.+\)\. Download it again\."):
+        with pytest.raises(
+            ValueError, match=r"t10k-labels-idx1-ubyte\.gz cannot be unpacked \(.+\)\. Download it again\."
+        ):
             read_images(str(tmp_path))
