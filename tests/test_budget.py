@@ -18,9 +18,9 @@ from tune_study.demo.archive import unpack
 STATEMENTS: Mapping[str, int] = {
     "analysis": 5128,
     "sandboxes": 4273,
-    "search_spaces": 282,
-    "trainable": 10088,
-    "tune_study": 6475,
+    "search_spaces": 283,
+    "trainable": 10105,
+    "tune_study": 6482,
 }
 """Package -> most statements, docstrings left out.
 

@@ -106,7 +106,8 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
     failure is raised as a RunFailedError, and `max_failures` decides.
 
     A run continues by itself from the newest complete checkpoint in its folder. `save_checkpoint` copies this folder,
-    with hard links where the disk allows them, and `load_checkpoint` replaces it. No pickle is written or read.
+    with hard links where the disk allows them, and `load_checkpoint` replaces it. With `storage`, a checkpoint of Tune
+    only names an upload, of which the newest two are kept. No pickle is written or read.
     docs/ray_tune.md has examples.
     """
 
@@ -240,12 +241,14 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         # Continue the first usable checkpoint in the storage, newest first, unless the one on this disk is newer.
         uploads, local_step = self._uploads, self._find_newest_state()
         for stored in () if uploads is None or self._is_restored else reversed(uploads.earlier_checkpoints):
-            if max(stored.steps.values()) < local_step:
+            if stored.newest_step < local_step:
                 break
             try:
                 retry(partial(self._fetch, stored.folder))
                 self.training = TrainingLoop(family, settings, self._runs, self._options, must_continue=True)
                 break
+            except FileNotFoundError as error:  # a RuntimeError is retried, and then there is a newer one
+                raise RuntimeError(f"{stored.folder} was removed by an earlier start while it was fetched") from error
             except CheckpointError as error:
                 self._notes.append(f"{stored.folder} is not used: {error}")
         if self.training is None:
@@ -286,15 +289,12 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
     def _make_result(self, report: "StepReport") -> dict[str, Any]:
         """Make the result that Tune records. Its `training_iteration` counts steps of the runs across restarts."""
         self._last_rows |= report.rows
-        num_notes = len(self._notes)
-        notes = self._notes[:num_notes]
-        del self._notes[:num_notes]
         rows = [row for run_id, row in self._last_rows.items() if run_id not in report.failures]
         row = _average_rows(rows) if self._has_seed_list else next(iter(report.rows.values()), {})
         result = {
             **self._complete_row({**row, **{name: None for name in self._last_values if name not in row}}),
             "training_iteration": report.step_count,
-            "note": "; ".join(filter(None, [*notes, report.note])),
+            "note": "; ".join(filter(None, [self._take_notes(), report.note])),
             "saved": report.is_saved,
             "finished": report.is_over,
             "done": report.is_over,
@@ -302,6 +302,13 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         if self._has_seed_list:
             result |= {"step": report.last_step, "rows": report.rows, "failed": report.failures}
         return result
+
+    def _take_notes(self) -> str:
+        """Return the events since the last result. The thread of the uploads may add further ones meanwhile."""
+        num_notes = len(self._notes)
+        notes = "; ".join(self._notes[:num_notes])
+        del self._notes[:num_notes]
+        return notes
 
     def _complete_row(self, row: Mapping[str, Any], failure: Failure | None = None) -> dict[str, Any]:
         """Fill a row so that each column so far has a value: Tune's files only have the columns of the first result."""
@@ -320,7 +327,7 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         names = {name: self._options.get(name, "") for name in ("study", "arm")}
         identity = {**names, **{name: self._runs[0][name] for name in ("run_id", "seed")}, "step": None}
         row = self._complete_row({**columns, **identity, **dict.fromkeys(self._last_values)}, failure)
-        row |= {"training_iteration": self.iteration + 1, "note": "", "saved": False}
+        row |= {"training_iteration": self.iteration + 1, "note": self._take_notes(), "saved": False}
         return {**row, "finished": True, "done": True}
 
     def _make_retry(self, settings: BaseRunConfig) -> Callable[[Callable[[], T]], T]:
@@ -382,8 +389,8 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             self.begin().write_states()
         if self._options.get("storage") is not None:
             self._upload(waits=True)
-            folder = {} if self._uploads is None else {POINTER_KEY: self._uploads.folder}
-            write_object(Path(checkpoint_dir, POINTER_FILE), folder)
+            folder = "" if self._uploads is None else self._uploads.folder
+            write_object(Path(checkpoint_dir, POINTER_FILE), {POINTER_KEY: folder} if folder else {})
         elif self._has_study_folder:
             write_object(Path(checkpoint_dir, POINTER_FILE), {str(run["seed"]): run["run_id"] for run in self._runs})
         else:
@@ -402,8 +409,8 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         """Continue from a checkpoint, possibly of a trial with other settings (population-based training)."""
-        if self._has_study_folder and Path(checkpoint_dir, POINTER_FILE).exists():
-            return  # the runs continue in their own folders
+        if Path(checkpoint_dir, POINTER_FILE).exists() and (self._has_study_folder or "storage" in self._options):
+            return  # the runs continue in their own folders, or from their newest upload
         self.cleanup()
         self._copy_runs(Path(checkpoint_dir), allows_other_seeds=True)
         self._is_restored = True
@@ -428,7 +435,10 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         checkpoint = getattr(checkpoint_path, "checkpoint", checkpoint_path)
         if isinstance(checkpoint, str):
             checkpoint = tune.Checkpoint(checkpoint)
-        if checkpoint is not (stored := _follow_pointer(checkpoint)):
+        # Of this trial, there may be a newer upload than the one that the checkpoint names.
+        stored, uri = _follow_pointer(checkpoint), self._options.get("storage")
+        is_own = uri and stored.path.startswith(f"{FileSystem.from_uri(uri)[1]}/{self.trial_name}/")
+        if stored is not checkpoint and not is_own:
             checkpoint = checkpoint_path = stored
         if checkpoint.filesystem.get_file_info(f"{checkpoint.path}/{PICKLE_FILE}").type != FileType.NotFound:
             raise CheckpointError(f"{checkpoint} has a pickle, {PICKLE_FILE}, which none of this project has.")
@@ -476,7 +486,7 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             self.training = None
         if self._uploads is not None:
             self._uploads.close()
-            self._uploads = None
+            self._uploads, self._uploaded_version = None, (0, 0)
 
 
 def _follow_pointer(checkpoint: tune.Checkpoint) -> tune.Checkpoint:

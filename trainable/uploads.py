@@ -39,21 +39,26 @@ _CHUNK_BYTES = 2**24
 class StoredCheckpoint(NamedTuple):
     """A checkpoint of a trial in a storage.
 
-    folder: relative to the folder of the trial. steps: step of the newest state by seed, 0 for a run without a state.
+    folder: relative to the folder of the trial. steps: the steps of the states by seed, empty for a run without one.
     """
 
     start: int
     number: int
     folder: str
-    steps: Mapping[int, int]
+    steps: Mapping[int, frozenset[int]]
     is_complete: bool
+
+    @property
+    def newest_step(self) -> int:
+        """The step of the newest state of all runs, or 0."""
+        return max((step for steps in self.steps.values() for step in steps), default=0)
 
 
 def list_stored_checkpoints(filesystem: FileSystem, trial: str) -> list[StoredCheckpoint]:
     """List the checkpoints of a trial in a storage, oldest first. trial: the path of its folder."""
     if isinstance(filesystem, LocalFileSystem):  # a shared folder, in which pyarrow would follow links
         check_tree(Path(trial).parent, trees=[Path(trial)])
-    steps: dict[tuple[int, int, str], dict[int, int]] = {}
+    steps: dict[tuple[int, int, str], dict[int, frozenset[int]]] = {}
     complete_keys = set()
     for entry in filesystem.get_file_info(FileSelector(trial, recursive=True, allow_not_found=True)):
         match = _STORED_FILE.fullmatch(entry.path[len(trial) + 1 :])
@@ -64,7 +69,7 @@ def list_stored_checkpoints(filesystem: FileSystem, trial: str) -> list[StoredCh
             complete_keys.add(key)
             continue
         by_seed, seed, state = steps.setdefault(key, {}), int(match["seed"]), _STATE.fullmatch(match["name"])
-        by_seed[seed] = max(by_seed.get(seed, 0), int(state[1]) if state else 0)
+        by_seed[seed] = by_seed.get(seed, frozenset()) | ({int(state[1])} if state else frozenset())
     return [StoredCheckpoint(*key, steps[key], key in complete_keys) for key in sorted(steps)]
 
 
@@ -120,8 +125,8 @@ class Uploads:
 
     @property
     def folder(self) -> str:
-        """The folder of the newest checkpoint, relative to that of the trial."""
-        return f"{self._start_folder}/checkpoint_{self._count:06}"
+        """The folder of the newest checkpoint, relative to that of the trial; empty before the first."""
+        return f"{self._start_folder}/checkpoint_{self._count:06}" if self._count else ""
 
     def get_path(self, folder: str) -> str:
         """Return the path of a folder that is relative to that of the trial."""
@@ -169,12 +174,13 @@ class Uploads:
     def _remove_superseded(self, seeds: set[int]) -> None:
         """Remove what is older than the two newest checkpoints: the driver may not know the newest yet.
 
-        Checkpoints with a run of a seed that is not among `seeds`, which ended in an earlier start, stay.
+        Of runs that are over and keep no state, only the newest is left. Checkpoints with a run of a seed that is not
+        among `seeds`, which ended in an earlier start, stay.
         """
         with suppress(OSError):  # old checkpoints only take space
             checkpoints = list_stored_checkpoints(self.filesystem, self.get_path("").rstrip("/"))
             complete = [checkpoint for checkpoint in checkpoints if checkpoint.is_complete]
-            oldest_wanted = complete[-MAX_ROLLING_CHECKPOINTS:][0]
+            oldest_wanted = complete[-MAX_ROLLING_CHECKPOINTS if complete[-1].newest_step else -1 :][0]
             for checkpoint in checkpoints[: checkpoints.index(oldest_wanted)]:
                 if checkpoint.steps.keys() <= seeds:
                     self.filesystem.delete_dir(self.get_path(checkpoint.folder))

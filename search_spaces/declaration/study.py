@@ -252,11 +252,9 @@ class Study:
 
     def make_preset_settings(self, preset: str) -> dict[str, object]:
         """Make the settings of all arms under a preset: the preset's, overridden by the study's, and its own scale."""
-        study_settings, scale = (
-            self.presets.get(self._resolve_preset(preset, self.presets), {}),
-            self.family.presets[preset],
-        )
-        return {**scale.settings, **self.fixed_settings, **study_settings, **scale.own_scale}
+        study_settings = self.presets.get(self._resolve_preset(preset, self.presets), {})
+        scale = self.family.presets[preset].own_scale
+        return {**self.family.presets[preset].settings, **self.fixed_settings, **study_settings, **scale}
 
     def _resolve_preset(self, preset: str, entries: Mapping[str, object]) -> str:
         """Return the name under which `entries` has the preset: its name, or the preset of which it is a variant."""

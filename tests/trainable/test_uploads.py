@@ -16,6 +16,7 @@ from sandboxes.update_rules.trial import UpdateRules
 from tests.fakes.scripted import SMALL_SETTINGS
 from tests.fakes.trials import FEW_LEVELS, TOY, drop_times
 from trainable import uploads
+from trainable.runs.failures import RunFailedError
 from trainable.runs.run_files import CHECKSUMS_FILE, METRICS_FILE, read_rows
 from trainable.trial import PPO
 from trainable.uploads import COMPLETE_FILE, Uploads, list_stored_checkpoints, read_pointer, upload_folder
@@ -41,9 +42,18 @@ def make_trial(tmp_path: Path) -> Iterator[Callable[..., PPO]]:
 
 
 def list_checkpoints(uri: str, trial: str = "default") -> list[tuple[int, int, dict[int, int], bool]]:
+    """Start, number, newest step by seed, and completeness of each checkpoint."""
     filesystem, path = FileSystem.from_uri(uri)
     stored_checkpoints = list_stored_checkpoints(filesystem, f"{path}/{trial}")
-    return [(stored.start, stored.number, dict(stored.steps), stored.is_complete) for stored in stored_checkpoints]
+    return [
+        (
+            stored.start,
+            stored.number,
+            {seed: max(steps, default=0) for seed, steps in stored.steps.items()},
+            stored.is_complete,
+        )
+        for stored in stored_checkpoints
+    ]
 
 
 def put(uri: str, name: str, content: bytes = b"x") -> None:
@@ -119,8 +129,9 @@ def test_a_pointer_to_anything_but_a_checkpoint_of_its_trial_is_not_followed(fol
 
 def upload(trial_uploads: Uploads, folder: Path, seeds: tuple[int, ...] = (0,)) -> None:
     for seed in seeds:
-        (folder / str(seed)).mkdir(parents=True)
-        (folder / str(seed) / METRICS_FILE).write_text("{}")
+        (folder / str(seed) / "state" / "step_1").mkdir(parents=True)
+        for name in (METRICS_FILE, f"state/step_1/{CHECKSUMS_FILE}"):
+            (folder / str(seed) / name).write_text("{}")
     trial_uploads.begin(folder, {})
     assert trial_uploads.finish(waits=True)
 
@@ -155,8 +166,12 @@ def test_a_start_behind_a_partition_neither_writes_nor_removes_what_a_later_one_
     assert [entry[:2] for entry in newest] == [(2, 1), (2, 2)]
     third = start(uri)
     assert (third.earlier_checkpoints[-1].start, third.earlier_checkpoints[-1].number) == (2, 2)
+    fourth = start(uri)  # two that begin at once
+    upload(third, tmp_path / "third0")
+    upload(fourth, tmp_path / "fourth0")
     assert third.folder.startswith("start_3_")
-    assert start(uri).folder != third.folder  # two that begin at once
+    assert fourth.folder.startswith("start_3_")
+    assert fourth.folder != third.folder
 
 
 def test_the_last_checkpoint_of_a_seed_that_ended_earlier_stays(uri: str, tmp_path: Path) -> None:
@@ -165,9 +180,9 @@ def test_the_last_checkpoint_of_a_seed_that_ended_earlier_stays(uri: str, tmp_pa
     for number in range(3):
         upload(later, tmp_path / f"later{number}")
     assert [entry[:3] for entry in list_checkpoints(uri)] == [
-        (1, 1, {0: 0, 1: 0}),
-        (2, 2, {0: 0}),
-        (2, 3, {0: 0}),
+        (1, 1, {0: 1, 1: 1}),
+        (2, 2, {0: 1}),
+        (2, 3, {0: 1}),
     ]
 
 
@@ -251,6 +266,55 @@ def test_a_checkpoint_of_tune_names_the_uploaded_one(make_trial: Callable[..., P
     other = make_trial("b", (tmp_path / "elsewhere").as_uri())
     other.restore(tune.Checkpoint.from_directory(folder))
     assert other.step()["step"] == 2
+
+
+def test_a_trial_restores_its_newest_upload_even_if_the_one_that_tune_knows_is_gone(
+    make_trial: Callable[..., PPO], tmp_path: Path
+) -> None:
+    trial = make_trial("a", (tmp_path / "shared").as_uri())
+    trial.step()
+    folder = tmp_path / "shared" / "default" / "checkpoint_000000"
+    stored = Path(save(trial, folder))
+    trial.cleanup()
+    again = save(trial, tmp_path / "again")  # the same object begins again
+    assert Path(again.replace(str(tmp_path), str(folder.parent))).is_dir()
+    assert "start_2_" in again
+    shutil.rmtree(stored)
+    other = make_trial("b", (tmp_path / "shared").as_uri())
+    other.restore(tune.Checkpoint.from_directory(folder))
+    assert other.step()["step"] == 2
+
+
+def test_an_upload_that_is_removed_while_it_is_fetched_is_an_error_that_is_retried(
+    make_trial: Callable[..., PPO], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = (tmp_path / "shared").as_uri()
+    trial = make_trial("a", uri)
+    trial.step()
+    save(trial, tmp_path / "tune" / "checkpoint_000000")
+    later = make_trial("b", uri)
+
+    def fetch(folder: str) -> None:
+        raise FileNotFoundError(folder)
+
+    monkeypatch.setattr(later, "_fetch", fetch)
+    with pytest.raises(RunFailedError, match="was removed by an earlier start") as raised:
+        later.step()
+    assert raised.value.failure.is_retried
+
+
+def test_of_a_run_that_keeps_no_state_the_last_upload_alone_is_left(
+    make_trial: Callable[..., PPO], tmp_path: Path
+) -> None:
+    uri = (tmp_path / "shared").as_uri()
+    trial = make_trial("a", uri, **{"trainer.keep_last": False})
+    while not trial.step()["done"]:
+        pass
+    save(trial, tmp_path / "tune" / "checkpoint_000000")
+    assert [entry[2] for entry in list_checkpoints(uri)] == [{0: 0}]
+    folder = Path(read_pointer(*FileSystem.from_uri((tmp_path / "tune" / "checkpoint_000000").as_uri())))
+    stored = tmp_path / "shared" / "default" / folder.relative_to(tmp_path / "tune")
+    assert [row["step"] for row in read_rows(stored / "0" / METRICS_FILE)] == [1, 2, 3]
 
 
 def test_saved_checkpoints_move_to_the_storage(make_trial: Callable[..., PPO], tmp_path: Path, uri: str) -> None:

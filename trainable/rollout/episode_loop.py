@@ -72,7 +72,8 @@ def check_length(prompt_tokens: int, response_length: int, context_length: int) 
         raise ValueError(
             f"The first turn may need {needed_tokens} tokens ({prompt_tokens} of the prompt and "
             f"rollout.response_length={response_length}), but the context has only {context_length}: shorten replies "
-            f"with --set rollout.response_length=N."
+            f"with --set rollout.response_length=N, raise rollout.max_model_len if it is set, or leave out the longest "
+            f"prompts of a data set."
         )
 
 

@@ -107,7 +107,6 @@ class TrainingLoop:
     options: a mapping with these optional keys.
         study, arm: names, for the rows.
         stop_rules: names of the rules that the runs apply.
-        storage: URI of the study's storage, to which Tune copies states between two steps; None without a storage.
         interrupts: paths of files. Once one of them exists, training stops after the current step.
     must_continue: whether the runs must not start from the beginning. allows_other_settings: whether their checkpoints
         may be from runs with other settings.

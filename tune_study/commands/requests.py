@@ -406,7 +406,7 @@ def _collect_game_settings(study: Study, game: str | None, preset: str) -> dict[
         return {}
     if not games:
         raise PlanError(f"--env does not belong to study {study.name}, which plays no game: leave it out.")
-    if Path(game).suffix in DATA_SUFFIXES:
+    if game.endswith(DATA_SUFFIXES):
         return _collect_data_settings(study, game, preset)
     is_own_game = parse_part_name(game) is not None
     if game not in games and not is_own_game:

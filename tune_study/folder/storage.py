@@ -166,7 +166,7 @@ def list_checkpoints(uri: str, spec: RunSpec, trial_name: str) -> dict[int, str]
     folder, checkpoints = StoredFolder(uri), dict[int, str]()
     with _explain_errors(uri):
         for stored in list_stored_checkpoints(folder.filesystem, f"{folder.path}/{trial_name}"):
-            if stored.is_complete and (step := stored.steps.get(spec.seed)):
+            for step in stored.steps.get(spec.seed, ()) if stored.is_complete else ():
                 checkpoints[step] = f"{trial_name}/{stored.folder}/{spec.seed}/{STATE_FOLDER}/step_{step}"
         for name in folder.list_files(f"runs/{spec.run_id}"):
             if match := _SAVED_CHECKPOINT.fullmatch(name):

@@ -55,7 +55,7 @@ def test_a_file_or_setting_that_does_not_fit_is_refused(model: str) -> None:
     for changes, message in (
         ({"file": "gone.jsonl"}, "--env gone.jsonl: "),
         ({"file": "sums.csv"}, "a data set of prompts and answers (.jsonl or .parquet), or a game of yours"),
-        ({"env.dataset.answer": "answer"}, "has no text in a field 'answer' (its fields: prompt, solution)"),
+        ({"env.dataset.answer": "answer"}, "in a field 'answer' (its fields: prompt, solution)"),
         (
             {"env.val_env_groups": "99"},
             "rows for validation, and env.val_env_groups=99: type --set env.val_env_groups=",

@@ -152,6 +152,24 @@ def test_rows_come_and_go_with_the_statuses(uri: str, tmp_path: Path) -> None:
     assert {f"runs/{run_id}/status.json", f"runs/{run_id}/{METRICS_FILE}", "study.json"} <= names.keys()
 
 
+def test_all_states_of_complete_checkpoints_are_listed_also_the_best(uri: str, tmp_path: Path) -> None:
+    plan = make_plan_in(tmp_path / "a", uri)
+    run_id, folder = plan.runs[0].run_id, open_folder(plan)
+    stored = "start_1_01234567/checkpoint_00000"
+    for name in (
+        *(f"{stored}2/0/state/step_{step}/checksums.json" for step in (2, 7)),
+        f"{stored}2/1/state/step_9/checksums.json",  # of another seed
+        f"{stored}2/complete",
+        f"{stored}3/0/state/step_8/checksums.json",
+    ):
+        folder.put(f"{run_id}/{name}", b"{}")
+    folder.put(f"runs/{run_id}/global_step_5/checksums.json", b"{}")
+    assert storage.list_checkpoints(plan.study_uri, plan.runs[0], run_id) == {
+        **{step: f"{run_id}/{stored}2/0/state/step_{step}" for step in (2, 7)},
+        5: f"runs/{run_id}/global_step_5",
+    }
+
+
 def test_what_was_not_copied_before_is_not_overwritten_by_what_is_stored(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path / "a", (tmp_path / "s").as_uri())
     start_study(plan)

@@ -21,7 +21,8 @@ from trainable.envs.environment import FIRST_TEST_SEED, Measure, TurnLimits, Tur
 FIRST_TRAINING_SEED = 10_000
 """Smaller seeds are those of validation rows."""
 MIN_ROWS = 30
-_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+_NUMBER = re.compile(r"(?:(?<!\w)-)?(?:\d[\d,]*/0*[1-9]\d*|(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,2}(?!\d))?)")
+"""A fraction, or a decimal number. A hyphen after a digit or a letter is no sign."""
 _SPLITS = ("test", "validation", *["training"] * 8)
 """The set of a row, by its hash modulo 10."""
 
@@ -107,22 +108,27 @@ def compute_digest(path: Path) -> str:
 def _read_field(path: Path, place: str, content: Any, name: str) -> str:
     """Read a field as text, or raise DataFileError that names the fields there are."""
     value = content.get(name) if isinstance(content, dict) else None
-    if isinstance(value, list) and value and all(isinstance(item, dict) and "content" in item for item in value):
-        value = "\n\n".join(str(item["content"]) for item in value)
+    if isinstance(value, list) and value and all(map(_is_prompt_message, value)):
+        value = "\n\n".join(item["content"] for item in value)
     if value is None or isinstance(value, list | dict):
         names = ", ".join(content) if isinstance(content, dict) else "none"
         raise DataFileError(
-            f"{path}, {place} has no text in a field {name!r} (its fields: {names}): type --set "
-            f"env.dataset.prompt=NAME and --set env.dataset.answer=NAME with those of the prompt and the answer."
+            f"{path}, {place} has no text, and no messages without a reply, in a field {name!r} (its fields: {names}): "
+            f"type --set env.dataset.prompt=NAME and --set env.dataset.answer=NAME with the fields of both."
         )
     return str(value)
+
+
+def _is_prompt_message(item: Any) -> bool:
+    """Check whether an item is a message with a text. A reply in a prompt would tell the answer."""
+    return isinstance(item, dict) and isinstance(item.get("content"), str) and item.get("role") != "assistant"
 
 
 def read_number(text: str) -> Fraction | None:
     """Read the last number of a text, without the commas of thousands; None if there is none.
 
-    >>> read_number("so 3 x 400 = 1,200.50 dollars")
-    Fraction(2401, 2)
+    >>> read_number("so 3 x 400 = 1,200.50 dollars"), read_number("3/4"), read_number("5-3")
+    (Fraction(2401, 2), Fraction(3, 4), Fraction(3, 1))
     """
     numbers = _NUMBER.findall(text)
     return Fraction(numbers[-1].replace(",", "")) if numbers else None

@@ -116,6 +116,12 @@ def test_messages_and_parquet_are_read(tmp_path: Path) -> None:
         ("number", "it is 1,200.0.", "#### 1200", True),
         ("number", "1200 or 13", "1200", False),
         ("number", "none", "1200", False),
+        ("number", "3/4", "1/4", False),
+        ("number", "6/8", "3/4", True),
+        ("number", "1e5", "5", False),
+        ("number", "5-3", "3", True),
+        ("number", "1/0", "0", True),  # no fraction, so the last number counts
+        ("number", "1e999", "9", False),
         ("number", "-3", "3", False),
         ("regex", "blue or green", "^(blue|red)", True),
         ("regex", "green or blue", "^(blue|red)", False),
@@ -168,6 +174,8 @@ def test_an_unusable_file_is_refused_with_the_place_and_what_to_type(sums: Path,
     bad_pattern = write_rows(
         tmp_path / "regex.jsonl", [{"prompt": str(n), "answer": "(" * (n > 50)} for n in range(60)]
     )
+    messages = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
+    replies = write_rows(tmp_path / "sft.jsonl", [{"messages": messages, "answer": "2"}])
     cases: list[tuple[Path | None, dict[str, Any], str]] = [
         (None, {}, "type --env FILE.jsonl"),
         (tmp_path / "gone.jsonl", {}, "gone.jsonl cannot be read: "),
@@ -176,10 +184,11 @@ def test_an_unusable_file_is_refused_with_the_place_and_what_to_type(sums: Path,
         (
             sums,
             {"prompt": "question"},
-            r"line 1 has no text in a field 'question' \(its fields: prompt, answer\): type",
+            r"line 1 has no text, .* in a field 'question' \(its fields: prompt, answer\): type",
         ),
         (no_number, {"score": "number"}, "the answer 'a' has no number"),
         (bad_pattern, {"score": "regex"}, "is no regular expression"),
+        (replies, {"prompt": "messages"}, r"no messages without a reply, in a field 'messages'"),
         (sums, {"digest": "0" * 16}, "is not the file with which the study began"),
     ]
     for file, settings, message in cases:
