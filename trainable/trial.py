@@ -137,8 +137,8 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         Tune calls this before anything starts, so settings that cannot be trained are rejected here. The Trainable and
         the first rank are in the first bundle.
         """
-        n_gpus = getattr(cls.make_config(config).trainer, "n_gpus_per_node", 0.0)
-        bundles = [dict(bundle) for bundle in make_bundles(n_gpus)]
+        trainer = cls.make_config(config).trainer
+        bundles = [dict(bundle) for bundle in make_bundles(trainer.n_gpus_per_node, trainer.cpu_threads)]
         selectors: dict[str, Any] = {}
         if avoided := config.get(RUN_KEY, {}).get("avoided_nodes"):
             selectors["bundle_label_selector"] = [{"ray.io/node-id": f"!in({','.join(avoided)})"}] * len(bundles)

@@ -61,7 +61,8 @@ _SMALL_SETTINGS: Settings = MappingProxyType(
     {
         **{name: value for name, value in _LAPTOP_SETTINGS.items() if name.startswith("trainer.")},
         "model.path": "HuggingFaceTB/SmolLM2-135M-Instruct",
-        "model.dtype": "float32",
+        "model.dtype": "bfloat16",
+        "model.enable_gradient_checkpointing": False,
         "model.lora_rank": 16,
         "model.lora_alpha": 32,
         "actor.lr": 1e-4,
@@ -71,6 +72,7 @@ _SMALL_SETTINGS: Settings = MappingProxyType(
         "rollout.response_length": 32,
         "rollout.val_temperature": 1.0,
         "env.max_turn": 2,
+        "trainer.num_threads": 2,
     }
 )
 _SMALL_SCALE: Settings = MappingProxyType(

@@ -28,8 +28,8 @@ _MIN_GPU_FRACTION = 0.0001
 """Smallest fraction of a resource in Ray (its MIN_RESOURCE_GRANULARITY)."""
 
 
-def make_bundles(n_gpus: float) -> tuple[dict[str, float], ...]:
-    """Make the Ray bundles of a run: one CPU with no GPU or a fraction of one, or one CPU and one GPU per rank.
+def make_bundles(n_gpus: float, n_threads: int = 1) -> tuple[dict[str, float], ...]:
+    """Make the Ray bundles of a run: a CPU per thread without a GPU, otherwise one CPU and a GPU or its share per rank.
 
     Raises ConfigError for a number of GPUs that Ray cannot place.
 
@@ -40,7 +40,7 @@ def make_bundles(n_gpus: float) -> tuple[dict[str, float], ...]:
         ({'CPU': 1.0, 'GPU': 1.0}, {'CPU': 1.0, 'GPU': 1.0})
     """
     if n_gpus == 0:
-        return ({"CPU": 1.0},)
+        return ({"CPU": float(n_threads)},)
     if n_gpus < _MIN_GPU_FRACTION:
         raise ConfigError(
             f"--gpus-per-exp {n_gpus:g} cannot be placed: the smallest fraction of a GPU in Ray is "

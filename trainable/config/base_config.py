@@ -72,6 +72,11 @@ class BaseTrainerConfig(SettingsSection):
     ray_num_cpus: int
     logger: tuple[str, ...]
 
+    @property
+    def cpu_threads(self) -> int:
+        """Threads with which a run without a GPU computes. It reserves as many CPUs."""
+        return 1
+
 
 class BaseRunConfig(SettingsSection):
     """All settings of a run.

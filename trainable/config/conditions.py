@@ -309,8 +309,8 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
         "more than one GPU",
     ),
     ReadCondition(
-        r"trainer\.(swap_to_host|num_threads)",
+        r"trainer\.swap_to_host",
         lambda c: c.trainer.n_gpus_per_node > 0,
-        "a run on the CPU keeps everything in its memory, and has one thread",
+        "a run on the CPU keeps everything in its memory",
     ),
 )

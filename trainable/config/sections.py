@@ -476,10 +476,16 @@ class TrainerConfig(BaseTrainerConfig):
         ge=1,
         le=64,
         description="CPU threads per GPU of a run, for checkpoints, loading and vLLM's scheduler; null: its share of "
-        f"the cores, at most {MAX_DEFAULT_THREADS}; a run on the CPU has one",
+        f"the cores, at most {MAX_DEFAULT_THREADS}; without a GPU, threads and CPUs of a run, whose sums depend on it; "
+        "null: 1",
     )
     logger: tuple[Literal["console", "wandb", "tensorboard"], ...] = ("console", "tensorboard")
     """add wandb to log to it offline; console and tensorboard are always on"""
+
+    @property
+    def cpu_threads(self) -> int:
+        """Threads with which a run without a GPU computes. It reserves as many CPUs."""
+        return self.num_threads or 1 if self.n_gpus_per_node == 0 else 1
 
     def is_gradient_analysis_step(self, step: int) -> bool:
         """Check whether gradients are analyzed at `step`, counted from 1: at step 1 and every N steps after it."""
@@ -502,11 +508,6 @@ class TrainerConfig(BaseTrainerConfig):
     def _check_analysis_and_devices(self) -> Self:
         groups, size = self.gradient_analysis_env_groups, self.gradient_analysis_group_size
         check_episodes("gradient_analysis_env_groups", groups or 1, "gradient_analysis_group_size", size or 1)
-        if self.num_threads not in (None, 1) and self.n_gpus_per_node == 0:
-            raise ValueError(
-                f"num_threads={self.num_threads}: needs a GPU; runs on the CPU have one thread each, so that a seed "
-                "always gives the same rows: set num_threads=1"
-            )
         if self.swap_to_host and self.uses_deepspeed and (self.zero_stage != 3 or self.offload_optimizer):
             raise ValueError(
                 "swap_to_host=True: with DeepSpeed it needs zero_stage=3 and offload_optimizer=False, and these are "

@@ -7,12 +7,13 @@ BLOCK_TOKENS = 16
 """Tokens per block of vLLM's cache on a GPU. A conversation takes whole blocks."""
 
 TURN_TOKENS = {"full": 320, "compact": 16, "plain": 320}
-"""Maximum tokens of the game's messages per turn, by prompt style.
+"""Maximum tokens of a game's messages per turn, by prompt style. A data set has those of its longest row instead.
 
 full: the published limit of 3600 tokens per conversation leaves (3600 - 5 x 400) / 5 per turn, for 5 turns with
-replies of 400. plain: the same, though a row of a data set may have more. compact: 1 to 1.5 times the longest prompt of
-the laptop preset, which a test checks.
+replies of 400. plain: the same. compact: 1 to 1.5 times the longest prompt of the laptop preset, which a test checks.
 """
+TEMPLATE_TOKENS = 40
+"""Maximum tokens that a chat template adds to a system message and a prompt: ChatML 15, Llama 3 with its date 36."""
 
 
 def count_ranks(config: RunConfig) -> int:
@@ -28,11 +29,18 @@ def get_dtype_bytes(config: RunConfig) -> int:
 def compute_max_tokens(config: RunConfig) -> int:
     """Compute the maximum tokens of a conversation: all turns with replies of full length, up to max_model_len.
 
-    For a game of trees, it is max_model_len, since the output of code is unbounded.
+    For a game of trees, it is max_model_len, since the output of code is unbounded. Raises DataFileError for a data
+    set that cannot be read.
     """
     if config.env.kind.has_trees and config.rollout.max_model_len:
         return config.rollout.max_model_len
-    tokens = config.env.max_turn * (config.rollout.response_length + TURN_TOKENS[config.model.prompt_style])
+    turn_tokens = TURN_TOKENS[config.model.prompt_style]
+    if config.env.dataset.file is not None:
+        from trainable.envs.games.dataset import DataSet  # imports pyarrow, which most plans do not need
+
+        # A token has at least one byte.
+        turn_tokens = TEMPLATE_TOKENS + DataSet(**config.env.dataset.model_dump()).compute_max_bytes()
+    tokens = config.env.max_turn * (config.rollout.response_length + turn_tokens)
     return min(tokens, config.rollout.max_model_len or tokens)
 
 

@@ -19,7 +19,7 @@ from tune_study.placement.model_files import check_model
 from tune_study.placement.resources import check_engines
 from tune_study.plan.errors import PlanError, Problem
 from tune_study.plan.storage_uri import join_uri, split_uri
-from tune_study.plan.study_plan import StudyPlan
+from tune_study.plan.study_plan import ResourcePlan, StudyPlan
 from tune_study.tune.cluster import Node, count_fitting_runs
 
 _TIMEOUT_S = 180.0
@@ -120,16 +120,16 @@ def inspect_nodes(plan: StudyPlan, nodes: Sequence[Node]) -> dict[Node, NodeRepo
 
 
 def check_capacity(
-    reports: Mapping[Node, NodeReport], n_gpus: float, runs_per_node: int, scratch_bytes: int, host_bytes: int
+    reports: Mapping[Node, NodeReport], resource_plan: ResourcePlan, scratch_bytes: int, host_bytes: int
 ) -> None:
     """Raise PlanError if a node has too little disk space or memory for its runs.
 
-    n_gpus: GPUs per run. runs_per_node: maximum number of concurrent runs per node. scratch_bytes: disk space per run;
+    scratch_bytes: disk space per run;
     0 if unknown or without a storage. host_bytes: CPU memory per run.
     """
     for node, report in reports.items():
         # Ray may fill a node with runs, up to the number that run at once.
-        n_runs = min(count_fitting_runs(node, n_gpus), runs_per_node)
+        n_runs = min(count_fitting_runs(node, resource_plan.bundles), resource_plan.runs_per_node)
         remedy = "type `ray start` there with --temp-dir and a folder on a larger disk"
         check_scratch(f"The node {node.name}", report.disk_bytes, n_runs, scratch_bytes, remedy)
         if host_bytes * n_runs > report.memory_bytes:

@@ -11,6 +11,7 @@ from typing import NamedTuple, cast
 from rich.console import Console
 
 from search_spaces.declaration.presets import PRESETS
+from trainable.backend.gpus import make_bundles
 from trainable.config.constants import TEACHERS
 from trainable.config.run_config import list_outside_settings
 from trainable.config.setting_types import flatten_settings, format_value
@@ -337,8 +338,9 @@ def _check_cluster(launch: Launch, nodes: tuple[Node, ...]) -> PreparedStudy:
     """
     from tune_study.commands import node_checks
 
-    plan, n_gpus = launch.plan, launch.plan.base_config.trainer.n_gpus_per_node
-    reports = node_checks.inspect_nodes(plan, cluster.find_usable_nodes(nodes, n_gpus))
+    plan, trainer = launch.plan, launch.plan.base_config.trainer
+    bundles = make_bundles(trainer.n_gpus_per_node, trainer.cpu_threads)
+    reports = node_checks.inspect_nodes(plan, cluster.find_usable_nodes(nodes, bundles))
     problems = {node: report.problem for node, report in reports.items() if report.problem is not None}
     if problems and len(problems) == len(reports) and not launch.options.wait_for_nodes:
         node, problem = next(iter(problems.items()))
@@ -352,7 +354,7 @@ def _check_cluster(launch: Launch, nodes: tuple[Node, ...]) -> PreparedStudy:
         memory_plan.check_fits(study.memory, plan.study)
     scratch_bytes = 0 if plan.storage is None else study.disk_budget.scratch_bytes * plan.max_runs_per_trial
     host_bytes = 0 if study.memory is None else study.memory.host_bytes
-    node_checks.check_capacity(reports, n_gpus, study.resource_plan.runs_per_node, scratch_bytes, host_bytes)
+    node_checks.check_capacity(reports, study.resource_plan, scratch_bytes, host_bytes)
     notes = (f"No run is placed on the node {node.name}: {problem}" for node, problem in problems.items())
     resource_plan = study.resource_plan._replace(
         notes=(*study.resource_plan.notes, *notes), avoided_nodes=tuple(node.id for node in problems)

@@ -104,26 +104,32 @@ def preflight(
     for a dry run, which also plans for GPUs that do not exist.
     """
     trainer, n_gpus = plan.base_config.trainer, plan.base_config.trainer.n_gpus_per_node
-    run_bundles = make_bundles(n_gpus)
+    run_bundles = make_bundles(n_gpus, trainer.cpu_threads)
+    cpus_per_run = int(sum(bundle["CPU"] for bundle in run_bundles))
     check_device(trainer.device, n_gpus, requested_gpus)
     gpus, notes = _choose_gpus(n_gpus, requested_gpus, visible_gpus, is_real)
     # Runs without a GPU compute on the CPUs that they reserve, so these must not exceed the cores. Runs with a GPU
     # compute there, so --ray-num-cpus may exceed the cores.
     cpus = trainer.ray_num_cpus if n_gpus else min(trainer.ray_num_cpus, cores)
-    if len(run_bundles) > cpus:
+    if cpus_per_run > cpus == trainer.ray_num_cpus:
         raise PlanError(
-            f"A run on {n_gpus:g} GPUs takes {len(run_bundles)} CPUs and --ray-num-cpus is {cpus}: "
-            f"type --ray-num-cpus {len(run_bundles)} or more."
+            f"A run on {n_gpus:g} GPUs takes {cpus_per_run} CPUs and --ray-num-cpus is {cpus}: "
+            f"type --ray-num-cpus {cpus_per_run} or more."
+        )
+    if cpus_per_run > cpus:
+        raise PlanError(
+            f"A run computes with {cpus_per_run} threads, and this machine has {cpus} CPU cores: "
+            f"type --set trainer.num_threads={cpus}."
         )
     check_max_concurrent(concurrency_limit)
     gpu_slots = make_slots(gpus, n_gpus)
-    capacity = min(cpus // len(run_bundles), len(gpu_slots) if n_gpus else cpus)
+    capacity = min(cpus // cpus_per_run, len(gpu_slots) if n_gpus else cpus)
     max_concurrent = min(capacity, concurrency_limit or capacity, len(plan.trials))
     label = format_gpu_label(n_gpus, tuple(gpu for gpu in visible_gpus if gpu.id in gpus))
     settings = {}
     if isinstance(trainer, TrainerConfig) and n_gpus and trainer.num_threads is None:
         # Threads of each process are for copies, hashing, tokenization and vLLM's scheduler.
-        threads = min(MAX_DEFAULT_THREADS, cores // (max_concurrent * len(run_bundles)))
+        threads = min(MAX_DEFAULT_THREADS, cores // (max_concurrent * cpus_per_run))
         settings = {"trainer.num_threads": max(1, threads)}
     return ResourcePlan(run_bundles, cpus, gpus, gpu_slots, max_concurrent, label, notes, placement_settings=settings)
 

@@ -23,6 +23,9 @@ ASSUMED_MFU, ASSUMED_BANDWIDTH_FRACTION = 0.4, 0.5
 """Fractions of a GPU's published rates that passes (FLOP/s) and sampling (bytes/s) are assumed to reach."""
 PASS_RATES, SAMPLING_RATES = {True: 48e9, False: 40e9}, {True: 35e9, False: 11e9}
 """FLOP/s that one core reaches with and without compiled code, with the laptop preset (docs/performance.md)."""
+LARGE_MODEL, LARGE_MODEL_RATE, HALF_PRECISION_GAIN = 10_000_000, 70e9, 2.0
+"""Parameters from which passes and sampling reach another rate, that rate in FLOP/s per core, and the gain of numbers
+of 16 bits on cores that have such instructions, as measured with SmolLM2-135M."""
 TYPICAL_FILL, RUN_START_SECONDS = 0.5, 4.0
 """Typical tokens of an episode relative to the maximum, as measured (105 of 200 in the laptop preset), and seconds
 before the first step of a run on a CPU, for imports, levels and the model."""
@@ -105,7 +108,7 @@ def estimate_run_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) 
 
 
 def estimate_cpu_run_seconds(spec: RunSpec, family: Family) -> float:
-    """Estimate the seconds of a run on one core, with episodes of typical length; infinite if unknown."""
+    """Estimate the seconds of a run on its cores, with episodes of typical length; infinite if unknown."""
     if family.estimate_step_seconds is not None:
         return spec.steps * (family.estimate_step_seconds(spec.config) or math.inf)
     config = spec.ppo_config
@@ -118,8 +121,13 @@ def estimate_cpu_run_seconds(spec: RunSpec, family: Family) -> float:
     sampling_flops = episodes * estimate_forward_flops(shape, [tokens], tokens, shape.vocab_size)
     # A typical tree asks no child.
     update_flops = spec.steps * TYPICAL_FILL * estimate_update_flops(shape, config) / env.max_conversations_per_rollout
-    seconds = RUN_START_SECONDS + update_flops / PASS_RATES[config.model.compiled_passes]
-    return seconds + sampling_flops / SAMPLING_RATES[config.rollout.uses_compiled_sampler]
+    pass_rate, sampling_rate = LARGE_MODEL_RATE, LARGE_MODEL_RATE
+    if shape.parameters < LARGE_MODEL:
+        pass_rate = PASS_RATES[config.model.compiled_passes]
+        sampling_rate = SAMPLING_RATES[config.rollout.uses_compiled_sampler]
+    seconds = update_flops / pass_rate + sampling_flops / sampling_rate
+    gain = 1.0 if config.model.dtype == "float32" else HALF_PRECISION_GAIN
+    return RUN_START_SECONDS + seconds / gain / config.trainer.cpu_threads
 
 
 def format_time_line(
@@ -128,7 +136,7 @@ def format_time_line(
     """Format the estimated time of a study, on GPUs with these names; empty if it is unknown."""
     num_runs, num_slots = len(plan.runs), max(resource_plan.max_concurrent, 1)
     if not resource_plan.gpu_slots:
-        # A trial uses one core, whether or not it trains its runs together.
+        # A trial uses the same cores, whether or not it trains its runs together.
         trials = [sum(estimate_cpu_run_seconds(spec, plan.study.family) for spec in specs) for specs in plan.trials]
         seconds = max(*trials, sum(trials) / num_slots)
         basis = "estimated from measurements on one machine; others take half as long or twice as long"

@@ -196,7 +196,7 @@ class Recorder(StatelessCallback):
 
     def _has_other_nodes(self) -> bool:
         """Check whether a node that is not avoided can hold a run, or whether the study waits for one."""
-        usable_nodes = find_usable_nodes(parse_nodes(ray.nodes()), self._plan.base_config.trainer.n_gpus_per_node)
+        usable_nodes = find_usable_nodes(parse_nodes(ray.nodes()), self._resource_plan.bundles)
         return self._resource_plan.waits_for_nodes or any(node.id not in self.avoided_nodes for node in usable_nodes)
 
     def fail_without_nodes(self, trials: list[Any]) -> None:

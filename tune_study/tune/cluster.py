@@ -3,7 +3,7 @@
 import logging
 import math
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -90,10 +90,10 @@ def parse_nodes(entries: Sequence[dict[str, Any]]) -> tuple[Node, ...]:
     )
 
 
-def count_fitting_runs(node: Node, n_gpus: float) -> int:
-    """Count the runs of `n_gpus` GPUs that fit on a node at the same time; a run does not span nodes."""
-    cpus_per_run = len(make_bundles(n_gpus))
-    by_cpus = int(node.cpus // cpus_per_run)
+def count_fitting_runs(node: Node, bundles: Sequence[Mapping[str, float]]) -> int:
+    """Count the runs with these bundles that fit on a node at the same time; a run does not span nodes."""
+    by_cpus = int(node.cpus // sum(bundle["CPU"] for bundle in bundles))
+    n_gpus = sum(bundle.get("GPU", 0) for bundle in bundles)
     if n_gpus == 0:
         return by_cpus
     # A run on a fraction of a GPU cannot use parts of two GPUs, so each GPU is divided separately. 1e-9, so that a
@@ -102,9 +102,9 @@ def count_fitting_runs(node: Node, n_gpus: float) -> int:
     return min(by_cpus, by_gpus)
 
 
-def find_usable_nodes(nodes: Sequence[Node], n_gpus: float) -> tuple[Node, ...]:
-    """Find the nodes on which a run of `n_gpus` GPUs fits."""
-    return tuple(node for node in nodes if count_fitting_runs(node, n_gpus))
+def find_usable_nodes(nodes: Sequence[Node], bundles: Sequence[Mapping[str, float]]) -> tuple[Node, ...]:
+    """Find the nodes on which a run with these bundles fits."""
+    return tuple(node for node in nodes if count_fitting_runs(node, bundles))
 
 
 def allocate_cluster(
@@ -121,7 +121,7 @@ def allocate_cluster(
     contradicts the cluster, or if there is no such node and the study does not wait for one.
     """
     n_gpus = plan.base_config.trainer.n_gpus_per_node
-    bundles = make_bundles(n_gpus)
+    bundles = make_bundles(n_gpus, plan.base_config.trainer.cpu_threads)
     if gpus_option is not None:
         raise PlanError(
             f"--gpus {format_value(gpus_option)} names GPUs of this machine, but on a cluster Ray places the runs: "
@@ -133,11 +133,11 @@ def allocate_cluster(
     node_summary = "; ".join(node_texts) or "it has no nodes"
     notes = [f"Ray cluster {address}: {node_summary}"]
     # Resources that other users hold now count as well, since Ray starts a run when they are free.
-    run_counts = {node: count_fitting_runs(node, n_gpus) for node in find_usable_nodes(nodes, n_gpus)}
+    run_counts = {node: count_fitting_runs(node, bundles) for node in find_usable_nodes(nodes, bundles)}
     if not run_counts:
         obstacle = (
-            f"A run reserves {len(bundles)} CPU and {n_gpus:g} GPU on one node, because nothing places its ranks on "
-            f"several, but no node of the cluster at {address} has that many ({node_summary})"
+            f"A run reserves {sum(bundle['CPU'] for bundle in bundles):g} CPU and {n_gpus:g} GPU on one node, because "
+            f"nothing places its ranks on several, but no node of the cluster at {address} has that many ({node_summary})"
         )
         if not waits_for_nodes:
             raise PlanError(

@@ -21,6 +21,7 @@ from tests.fakes.plans import plan_study, train_without_ray
 from tests.fakes.trials import drop_times
 from tests.tune_study.cluster.faked_cluster import can_hide_folder, start_faked_cluster
 from trainable import versions
+from trainable.backend.gpus import make_bundles
 from trainable.config.run_config import apply_overrides
 from trainable.files.json_lines import read_lines
 from trainable.files.json_values import read_object
@@ -36,7 +37,7 @@ from tune_study.folder.study_file import plan_from_folder
 from tune_study.placement.resources import TORCH_SETTINGS
 from tune_study.plan.errors import PlanError
 from tune_study.plan.storage_uri import join_uri
-from tune_study.plan.study_plan import StudyPlan
+from tune_study.plan.study_plan import ResourcePlan, StudyPlan
 from tune_study.tune.cluster import Node, allocate_cluster, count_fitting_runs, join_cluster, parse_nodes
 
 ROOT = Path(__file__).parents[3]
@@ -241,6 +242,11 @@ def test_a_shared_folder_needs_no_storage(fake_cluster: FakeCluster, local_plan:
 
 # The capacity of a cluster.
 
+
+def make_resources(n_gpus: float, runs_per_node: int) -> ResourcePlan:
+    return ResourcePlan(make_bundles(n_gpus), 8, (), (), 1, "", runs_per_node=runs_per_node)
+
+
 NODES = (Node("a", "one", 8.0, 4.0, "H100"), Node("b", "two", 2.0, 4.0, "H100"), Node("c", "head", 0.0, 0.0, ""))
 
 
@@ -249,7 +255,8 @@ NODES = (Node("a", "one", 8.0, 4.0, "H100"), Node("b", "two", 2.0, 4.0, "H100"),
     [(1, (4, 2, 0)), (2, (2, 1, 0)), (4, (1, 0, 0)), (0.5, (8, 2, 0)), (0, (8, 2, 0)), (8, (0, 0, 0))],
 )
 def test_a_node_holds_what_its_cpus_and_gpus_allow(gpus: float, expected_counts: tuple[int, ...]) -> None:
-    assert tuple(count_fitting_runs(node, gpus) for node in NODES) == expected_counts
+    assert tuple(count_fitting_runs(node, make_bundles(gpus)) for node in NODES) == expected_counts
+    assert [count_fitting_runs(NODES[0], make_bundles(0, n_threads)) for n_threads in (1, 3, 9)] == [8, 2, 0]
 
 
 def test_the_allotment_of_a_cluster(tmp_path: Path) -> None:
@@ -335,10 +342,10 @@ def test_another_version_than_the_drivers_is_named() -> None:
 
 def test_a_node_needs_room_for_the_runs_that_it_could_hold(tmp_path: Path) -> None:
     reports = {NODES[0]: NodeReport(None, 400, 1000, ()), NODES[1]: NodeReport(None, 100, 1000, ())}
-    check_capacity(reports, 4, 8, 100, 0)  # one run fits on the first node and none on the second
+    check_capacity(reports, make_resources(4, 8), 100, 0)  # one run fits on the first node and none on the second
     with pytest.raises(PlanError, match="The node one has 400 bytes free for the checkpoints of up to 4 runs"):
-        check_capacity(reports, 1, 8, 101, 0)
-    check_capacity(reports, 1, 1, 100, 0)
+        check_capacity(reports, make_resources(1, 8), 101, 0)
+    check_capacity(reports, make_resources(1, 1), 100, 0)
 
 
 def test_nodes_with_too_little_space_are_refused() -> None:
@@ -346,12 +353,12 @@ def test_nodes_with_too_little_space_are_refused() -> None:
         NODES[0]: NodeReport(None, 100, 50, (81_559, 81_559)),
         NODES[1]: NodeReport(None, 90, 60, (46_068,)),
     }
-    check_capacity(reports, 1, 2, 45, 25)
-    check_capacity(reports, 1, 2, 0, 25)
+    check_capacity(reports, make_resources(1, 2), 45, 25)
+    check_capacity(reports, make_resources(1, 2), 0, 25)
     with pytest.raises(PlanError, match="The node two has 90 bytes free for the checkpoints of up to 2 runs"):
-        check_capacity(reports, 1, 2, 46, 25)
+        check_capacity(reports, make_resources(1, 2), 46, 25)
     with pytest.raises(PlanError, match="52 bytes of CPU memory on the node one"):
-        check_capacity(reports, 1, 2, 45, 26)
+        check_capacity(reports, make_resources(1, 2), 45, 26)
     smallest_gpu = find_smallest_gpu(reports)
     assert (smallest_gpu.size, smallest_gpu.is_known) == (46_068 * 2**20, True)
     assert find_smallest_gpu({**reports, NODES[2]: NodeReport(None, 0, 0, ())}) is None

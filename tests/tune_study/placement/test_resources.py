@@ -59,6 +59,17 @@ def test_a_laptop_runs_one_trial_a_core() -> None:
     assert allocate(make_study_plan("laptop", trainer__ray_num_cpus=1), visible=()).max_concurrent == 1
 
 
+def test_a_run_on_the_cpu_reserves_its_threads() -> None:
+    resource_plan = allocate(make_study_plan("laptop", trainer__num_threads=2), visible=())
+    assert (resource_plan.bundles, resource_plan.max_concurrent) == (({"CPU": 2.0},), 1)
+    with pytest.raises(PlanError, match=r"3 threads, and this machine has 2 CPU cores: type .*num_threads=2"):
+        allocate(make_study_plan("laptop", trainer__num_threads=3), visible=())
+    with pytest.raises(PlanError, match=r"takes 2 CPUs and --ray-num-cpus is 1: type --ray-num-cpus 2"):
+        allocate(make_study_plan("laptop", trainer__num_threads=2, trainer__ray_num_cpus=1), visible=())
+    trainer = make_study_plan(trainer__num_threads=8).base_config.trainer  # on a GPU, threads are for copies
+    assert make_bundles(trainer.n_gpus_per_node, trainer.cpu_threads) == ({"CPU": 1.0, "GPU": 1.0},)
+
+
 @given(st.integers(1, 16), st.integers(1, 8), st.integers(1, 9))
 def test_never_more_runs_at_once_than_anything_allows(cpus: int, n_gpus: int, limit: int) -> None:
     gpus = ",".join(str(i) for i in range(n_gpus))

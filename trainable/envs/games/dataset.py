@@ -160,6 +160,11 @@ class DataSet:
             raise DataFileError("the game needs a file of prompts and answers: type --env FILE.jsonl.")
         return read_rows(self.file, self.prompt, self.answer, self.score, self.digest)
 
+    def compute_max_bytes(self) -> int:
+        """Compute the bytes of the system message and the longest prompt. Raises DataFileError."""
+        prompts = (row.prompt for rows in self.rows.sets.values() for row in rows)
+        return len(self.instructions.encode()) + max(len(prompt.encode()) for prompt in prompts)
+
     def make_levels(self, seeds: Sequence[int]) -> list[DataLevel]:
         """Return the row of each seed: of validation below 10,000, else of training, in another order each epoch."""
         return [self._make_level(int(seed)) for seed in seeds]
