@@ -137,7 +137,8 @@ def allocate_cluster(
     if not run_counts:
         obstacle = (
             f"A run reserves {sum(bundle['CPU'] for bundle in bundles):g} CPU and {n_gpus:g} GPU on one node, because "
-            f"nothing places its ranks on several, but no node of the cluster at {address} has that many ({node_summary})"
+            f"nothing places its ranks on several, but no node of the cluster at {address} has that many "
+            f"({node_summary})"
         )
         if not waits_for_nodes:
             raise PlanError(

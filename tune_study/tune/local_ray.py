@@ -35,7 +35,10 @@ Ray reads the token only once and would refuse a different one at a later start,
 """
 
 
-_RAY_ENVIRONMENT = {
+_ENVIRONMENT = {
+    # Threads of torch sleep while they wait. By default they spin, and a step beside other programs takes ten times as
+    # long, not twice.
+    "OMP_WAIT_POLICY": "passive",
     # Send no usage data to Ray's developers.
     "RAY_USAGE_STATS_ENABLED": "0",
     # Tune prints nothing, since `Progress` shows the runs, and the Recorder writes tracebacks to each run's log.
@@ -57,7 +60,7 @@ _LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 def prepare_environment(gpus: tuple[str, ...], joins_cluster: bool = False, has_storage: bool = False) -> None:
-    """Set the environment variables that Ray reads when it is imported and started.
+    """Set the environment variables that Ray and torch read when they are imported and started.
 
     gpus: ids of the GPUs that Ray may use; empty if it starts without a GPU or runs elsewhere. joins_cluster: whether
     Ray connects to other nodes, and must not be limited to the loopback address. has_storage: whether Tune copies the
@@ -65,7 +68,7 @@ def prepare_environment(gpus: tuple[str, ...], joins_cluster: bool = False, has_
     """
     if has_storage:  # every ten minutes, and not nearly all the time (docs/cluster.md)
         os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "600")
-    for name, value in _RAY_ENVIRONMENT.items():
+    for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # Set even if the user has set it, unlike the others: Ray must not be reachable from other machines.
     if not joins_cluster:
