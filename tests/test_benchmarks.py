@@ -15,13 +15,15 @@ import pytest
 import torch
 
 from tests.fakes.forked_python import run_python
+from tests.fakes.hub_models import ARCHITECTURES, make_model, write_model
 from tests.strategies.examples import thin_out
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = sorted(
     path.name
     for path in FOLDER.glob("*.py")
-    if path.name not in ("figures.py", "gpu_checks.py") and "__main__" in path.read_text(encoding="utf-8")
+    if path.name not in ("figures.py", "gpu_checks.py", "model_agreement.py")
+    and "__main__" in path.read_text(encoding="utf-8")
 )
 TINY_OPTIONS = ("--shape", "tiny", "--device", "cpu", "--episodes", "16", "--tokens", "4")
 SHORT: dict[str, tuple[str, ...]] = {
@@ -170,6 +172,20 @@ def test_the_share_is_operations_over_seconds_times_the_rate(
     monkeypatch.setattr(gpu_step, "time_call", lambda run, device_type: 2.0)
     figures = gpu_step.measure_phase(gpu_step.Phase(lambda: None, 5e12), torch.device("cpu"), peak_flops_per_s=1e13)
     assert figures == {"seconds": 2.0, "tflop": 5.0, "mfu": 0.25, "peak_gib": None}
+
+
+def test_a_model_agrees_with_transformers_however_it_is_trained(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128}  # multiples of 64, for weights in 4 bits
+    folder = write_model(make_model("llama", ARCHITECTURES["llama"] | sizes, std=0.15), tmp_path)
+    figures = measure("model_agreement.py", str(folder), "--conversations", "8")
+    variants = {name: row for name, row in figures.items() if "LoRA" in name or "full" in name}
+    assert list(variants) == ["full, float32", "LoRA, float32", "LoRA, bfloat16", "LoRA on 4 bits, float32"]
+    for name, row in variants.items():
+        assert row["conversations"] == row["tokens_of_the_template"] == row["masks_of_the_reply"] == 8
+        assert row["trained_as_sampled"] == row["ended_by_the_end_token"] + row["ended_by_length"] == 8
+        limit = 0.2 if "bfloat16" in name else 1e-4
+        assert max(row["sampler_minus_transformers"]["max"], row["trainer_minus_transformers"]["max"]) < limit
+        assert "bfloat16" in name or row["greedy_replies_of_the_export"] == row["greedy_replies"] == 2
 
 
 @pytest.mark.slow

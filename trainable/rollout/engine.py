@@ -328,7 +328,8 @@ def _compute_cache_bytes(config: RunConfig, shape: Shape, context_length: int) -
     cache_bytes = compute_step_kv_bytes(shape, config)
     if config.rollout.kv_cache_gib is not None:
         cache_bytes = int(config.rollout.kv_cache_gib * 2**30)
-    return max(cache_bytes, compute_conversation_kv_bytes(shape, config, context_length))
+    # vLLM keeps one block for itself, which has up to 128 tokens on a CPU.
+    return max(cache_bytes, compute_conversation_kv_bytes(shape, config, context_length + 128))
 
 
 def make_engine(
