@@ -152,9 +152,10 @@ def _check_game(game: Any, config: RunConfig) -> None:
     instructions = environment.format_instructions(config.env.max_actions_per_traj)
     words = _list_example_words(instructions)
     answers = [environment.read_action(word) for word in [*words, "no such word"]]
-    actions = tuple(action for action in answers[:-1] if action is not None)
+    is_plain = config.model.prompt_style == "plain"  # a whole reply is the action, and has no tags
+    actions = tuple(action for action in (answers if is_plain else answers[:-1]) if action is not None)
     clause = "the instructions have no example of an answer, <answer>ACTION</answer>, whose action read_action() knows"
-    _require(actions, clause)
+    _require(actions or is_plain, clause)
     texts = [environment.format_state(state, style) for style in ("full", "compact") for state in states]
     has_texts = all(isinstance(text, str) and text for text in [*texts, *(a for a in answers if a is not None)])
     _require(has_texts, "format_state() did not return a text, or read_action() neither a text nor None")

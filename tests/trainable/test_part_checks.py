@@ -153,6 +153,24 @@ def test_a_wrong_game_is_refused_with_the_method(old: str, new: str, message: st
     assert str(error.value).endswith("Correct own.py; docs/add_an_environment.md has an example.")
 
 
+def test_in_the_plain_style_any_reply_is_tried_and_no_example_is_needed() -> None:
+    def check_plain(text: str) -> None:
+        register_file(PartFile("own.py", text.replace("Example: <answer>Up</answer>", "No example.")))
+        settings = {"env.name": "own.py:Bandit", "model.path": "none", "model.prompt_style": "plain"}
+        check_part(pin_parts(apply_overrides(RunConfig(), settings)), "env.name")
+
+    bandit = SAVED_TEXTS["bandit.py"]
+    check_plain(bandit)
+    bandit = bandit.replace("return word if word in ARMS.values() else None", "return word")
+    check_plain(bandit)
+    with pytest.raises(OwnPartError, match="raised KeyError: 'no such word'"):
+        check_plain(
+            bandit.replace(
+                "        wins =", "        [ARMS[name] for names in actions for name in names]\n        wins ="
+            )
+        )
+
+
 def describe_replies(text: str) -> str:
     register_file(PartFile("own.py", text))
     settings = {**PRESETS["laptop"].settings, "env.name": "own.py:Bandit", "env.max_turn": 1}
