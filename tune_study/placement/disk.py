@@ -16,12 +16,8 @@ from rich.filesize import decimal
 from trainable.config.run_config import RunConfig
 from trainable.runs.episode_lines import MAX_ANSWER_CHARS
 from tune_study.folder.statuses import find_finished_runs
-from tune_study.placement.model_size import (
-    ModelShape,
-    count_trained_parameters,
-    count_trained_tensors,
-    read_model_shape,
-)
+from tune_study.placement.memory import ModelShape, list_trained_tensors
+from tune_study.placement.model_files import read_model_shape
 from tune_study.plan.errors import MisfitError, PlanError
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan
 
@@ -57,8 +53,8 @@ def compute_checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:
 
     Frozen networks (reference, base) are loaded from the original model and not saved.
     """
-    num_parameters = sum(count_trained_parameters(shape, config).values())
-    return 12 * num_parameters + count_trained_tensors(shape, config) * _TENSOR_BYTES + _CHECKPOINT_BYTES
+    tensors = [size for sizes in list_trained_tensors(shape, config).values() for size in sizes]
+    return 12 * sum(tensors) + len(tensors) * _TENSOR_BYTES + _CHECKPOINT_BYTES
 
 
 def count_occurrences(steps: int, every: int) -> int:

@@ -1,7 +1,6 @@
 """Join an existing Ray cluster, without starting or stopping it, and count the runs that fit on its nodes."""
 
 import logging
-import math
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -96,9 +95,8 @@ def count_fitting_runs(node: Node, bundles: Sequence[Mapping[str, float]]) -> in
     n_gpus = sum(bundle.get("GPU", 0) for bundle in bundles)
     if n_gpus == 0:
         return by_cpus
-    # A run on a fraction of a GPU cannot use parts of two GPUs, so each GPU is divided separately. 1e-9, so that a
-    # quotient that is rounded to just below a whole number does not cost a run.
-    by_gpus = int(node.gpus) * math.floor(1 / n_gpus + 1e-9) if n_gpus < 1 else int(node.gpus // n_gpus)
+    # A run on a fraction of a GPU cannot use parts of two GPUs, so each GPU is divided separately.
+    by_gpus = int(node.gpus) * resources.count_runs_per_gpu(n_gpus) if n_gpus < 1 else int(node.gpus // n_gpus)
     return min(by_cpus, by_gpus)
 
 
@@ -137,7 +135,8 @@ def allocate_cluster(
     if not run_counts:
         obstacle = (
             f"A run reserves {sum(bundle['CPU'] for bundle in bundles):g} CPU and {n_gpus:g} GPU on one node, because "
-            f"nothing places its ranks on several, but no node of the cluster at {address} has that many ({node_summary})"
+            f"nothing places its ranks on several, but no node of the cluster at {address} has that many "
+            f"({node_summary})"
         )
         if not waits_for_nodes:
             raise PlanError(

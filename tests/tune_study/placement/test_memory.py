@@ -23,8 +23,7 @@ from trainable.models.lora import make_adapted_policy
 from trainable.rollout.kv_cache_size import TURN_TOKENS, compute_max_tokens, compute_step_kv_bytes
 from trainable.rollout.vllm_sampler import EngineSettings
 from tune_study.placement import memory
-from tune_study.placement.memory import GIB, Allocation, list_allocations, sum_by_phase
-from tune_study.placement.model_size import ModelShape
+from tune_study.placement.memory import GIB, Allocation, ModelShape, list_allocations, sum_by_phase
 from tune_study.placement.time_estimate import estimate_update_flops
 
 TINY = "sokoban-tiny"

@@ -3,6 +3,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -12,19 +13,16 @@ from search_spaces.catalog import STUDIES
 from tests.fakes.plans import plan_study
 from trainable.config.run_config import apply_overrides
 from tune_study.host.gpus import Gpu
-from tune_study.placement import memory
-from tune_study.placement.memory import GIB, sum_by_phase
+from tune_study.placement import memory, resources
+from tune_study.placement.memory import GIB, Allocation, sum_by_phase
 from tune_study.placement.memory_plan import (
     GpuCapacity,
     MemoryPlan,
-    check_free_memory,
-    check_memory,
-    find_gpu_capacity,
     format_memory_plan,
     format_misfit,
     plan_memory,
 )
-from tune_study.placement.resources import preflight
+from tune_study.placement.resources import check_memory, find_gpu_capacity, preflight
 from tune_study.plan.errors import MisfitError, PlanError
 from tune_study.plan.study_plan import StudyPlan
 
@@ -214,24 +212,31 @@ def test_more_than_the_host_has_is_refused() -> None:
 
 
 def test_memory_that_others_hold_is_refused_and_they_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, gpu_plan = make_study_plan({}), plan_gpu_memory({})
+
+    def check_free_memory(gib: int, gpus: tuple[Gpu, ...], *orphan_pids: int) -> None:
+        orphans = [SimpleNamespace(pid=pid) for pid in orphan_pids]
+        monkeypatch.setattr(resources, "find_orphans", lambda folder: orphans)
+        check_memory(gpu_plan._replace(allocations=[Allocation("weights", gib * GIB)], host_bytes=0), plan, gpus)
+
     fake_nvidia_smi(
         tmp_path,
         monkeypatch,
         "0, GPU-0000, 81000, 81559\n1, GPU-1111, 1024, 81559\n2, GPU-2222, [N/A], [N/A]\n",
         "GPU-1111, 4242, 70000\nGPU-1111, 4243, [N/A]\n",
     )
-    check_free_memory(60 * GIB, (FOUR_GPUS[0], FOUR_GPUS[2], FOUR_GPUS[3]), set())
-    check_free_memory(1 * GIB, FOUR_GPUS, set())
+    check_free_memory(60, (FOUR_GPUS[0], FOUR_GPUS[2], FOUR_GPUS[3]))
+    check_free_memory(1, FOUR_GPUS)
     refusal = (
         r"GPU 1 has 1\.0 GiB free and the runs on it need 60\.0 GiB; its memory is "
         r"used by PID 4242 \(68\.4 GiB\), 4243\. End these processes if they are orphans"
     )
-    with pytest.raises(PlanError, match=refusal):
-        check_free_memory(60 * GIB, FOUR_GPUS, set())
-    check_free_memory(60 * GIB, FOUR_GPUS, {4242})
+    with pytest.raises(MisfitError, match=refusal):
+        check_free_memory(60, FOUR_GPUS)
+    check_free_memory(60, FOUR_GPUS, 4242)
     fake_nvidia_smi(tmp_path, monkeypatch, "1, GPU-1111, 1024, 81559\n")
-    with pytest.raises(PlanError, match="used by processes that are not visible here"):
-        check_free_memory(60 * GIB, FOUR_GPUS, set())
+    with pytest.raises(MisfitError, match="used by processes that are not visible here"):
+        check_free_memory(60, FOUR_GPUS)
 
 
 def test_two_runs_on_one_card_need_twice_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
