@@ -82,14 +82,11 @@ def count_runs_per_gpu(n_gpus: float) -> int:
 def make_slots(gpus: tuple[str, ...], n_gpus: float) -> tuple[str, ...]:
     """Divide the GPUs into slots, one per concurrent run, to show in the plan. Ray assigns the GPUs itself.
 
-    n_gpus: GPUs per run: 0, a fraction, or a whole number that divides the number of GPUs.
+    n_gpus: GPUs per run: 0 if there are no GPUs, a fraction, or a whole number that divides the number of GPUs.
     """
-    if n_gpus == 0:
-        return ()
-    if n_gpus < 1:
-        return tuple(gpu for gpu in gpus for _ in range(count_runs_per_gpu(n_gpus)))
-    size = int(n_gpus)
-    return tuple(",".join(gpus[i : i + size]) for i in range(0, len(gpus), size))
+    size = max(int(n_gpus), 1)
+    slots = [",".join(gpus[i : i + size]) for i in range(0, len(gpus), size)]
+    return tuple(slot for slot in slots for _ in range(count_runs_per_gpu(n_gpus)))
 
 
 def format_gpu_label(n_gpus: float, gpus: tuple[Gpu, ...]) -> str:
@@ -116,7 +113,7 @@ def preflight(
     trainer, n_gpus = plan.base_config.trainer, plan.base_config.trainer.n_gpus_per_node
     run_bundles = make_bundles(n_gpus, trainer.cpu_threads)
     cpus_per_run = int(sum(bundle["CPU"] for bundle in run_bundles))
-    check_device(trainer.device, n_gpus, requested_gpus)
+    check_options(plan, requested_gpus, concurrency_limit)
     gpus, notes = _choose_gpus(n_gpus, requested_gpus, visible_gpus, is_real)
     # Runs without a GPU compute on the CPUs that they reserve, so these must not exceed the cores. Runs with a GPU
     # compute there, so --ray-num-cpus may exceed the cores.
@@ -131,7 +128,6 @@ def preflight(
             f"A run computes with {cpus_per_run} threads, and this machine has {cpus} CPU cores: "
             f"type --set trainer.num_threads={cpus}."
         )
-    check_max_concurrent(concurrency_limit)
     gpu_slots = make_slots(gpus, n_gpus)
     capacity = min(cpus // cpus_per_run, len(gpu_slots) if n_gpus else cpus)
     max_concurrent = min(capacity, concurrency_limit or capacity, len(plan.trials))
@@ -144,14 +140,11 @@ def preflight(
     return ResourcePlan(run_bundles, cpus, gpus, gpu_slots, max_concurrent, label, notes, placement_settings=settings)
 
 
-def check_max_concurrent(max_concurrent: int | None) -> None:
-    """Raise PlanError for a --max-concurrent below 1."""
+def check_options(plan: StudyPlan, requested_gpus: str | None, max_concurrent: int | None) -> None:
+    """Raise PlanError for a --max-concurrent below 1, or if trainer.device contradicts the number of GPUs."""
+    device, n_gpus = plan.base_config.trainer.device, plan.base_config.trainer.n_gpus_per_node
     if max_concurrent is not None and max_concurrent < 1:
         raise PlanError(f"--max-concurrent {format_value(max_concurrent)} leaves nothing to run: type 1 or more.")
-
-
-def check_device(device: str, n_gpus: float, requested_gpus: str | None) -> None:
-    """Raise PlanError if trainer.device and the number of GPUs contradict each other."""
     if n_gpus == 0 and requested_gpus is not None:
         raise PlanError(
             f"--gpus {format_value(requested_gpus)} is given but a run takes no GPU: leave --gpus out, or, for a "

@@ -96,8 +96,7 @@ def count_fitting_runs(node: Node, bundles: Sequence[Mapping[str, float]]) -> in
     if n_gpus == 0:
         return by_cpus
     # A run on a fraction of a GPU cannot use parts of two GPUs, so each GPU is divided separately.
-    by_gpus = int(node.gpus) * resources.count_runs_per_gpu(n_gpus) if n_gpus < 1 else int(node.gpus // n_gpus)
-    return min(by_cpus, by_gpus)
+    return min(by_cpus, int(node.gpus // max(n_gpus, 1)) * resources.count_runs_per_gpu(n_gpus))
 
 
 def find_usable_nodes(nodes: Sequence[Node], bundles: Sequence[Mapping[str, float]]) -> tuple[Node, ...]:
@@ -125,8 +124,7 @@ def allocate_cluster(
             f"--gpus {format_value(gpus_option)} names GPUs of this machine, but on a cluster Ray places the runs: "
             f"leave --gpus out."
         )
-    resources.check_device(plan.base_config.trainer.device, n_gpus, gpus_option)
-    resources.check_max_concurrent(max_concurrent)
+    resources.check_options(plan, gpus_option, max_concurrent)
     node_texts = [f"{node.name} has {node.cpus:g} CPU and {node.gpus:g} GPU" for node in nodes]
     node_summary = "; ".join(node_texts) or "it has no nodes"
     notes = [f"Ray cluster {address}: {node_summary}"]
