@@ -28,8 +28,8 @@ REDUCE_BUCKET_SIZE = 500_000_000
 TIGHT_FRACTION = 0.95
 """Fraction of the budget above which a fit is tight, because fragmentation in the allocator is not counted."""
 KV_CACHE_NAME = "vLLM KV cache"
-VLLM_MAX_SEQS, VLLM_MAX_BATCHED_TOKENS = 256, 16_384
-"""vLLM's most concurrent rows (`EngineSettings.max_num_seqs`) and tokens per pass (its default from 70 GiB on)."""
+VLLM_MAX_BATCHED_TOKENS = 16_384
+"""vLLM's most tokens per pass: its default from 70 GiB on."""
 
 
 class ModelShape(BaseModel):
@@ -340,7 +340,7 @@ def _list_vllm_allocations(
     rollout, dtype_bytes = config.rollout, get_dtype_bytes(config)
     # Activations of the largest pass, and distributions of the rows that it decodes: an estimate of what vLLM measures.
     pass_bytes = VLLM_MAX_BATCHED_TOKENS * (3 * shape.intermediate_size + 4 * shape.hidden_size) * dtype_bytes
-    work_bytes = pass_bytes + VLLM_MAX_SEQS * shape.vocab_size * (dtype_bytes + 3 * FLOAT32)
+    work_bytes = pass_bytes + constants.VLLM_MAX_SEQS * shape.vocab_size * (dtype_bytes + 3 * FLOAT32)
     sizes = {"vLLM weights": dtype_bytes * shape.parameters, "vLLM work space": work_bytes}
     graph_bytes = 0 if rollout.enforce_eager else CUDA_GRAPH_BYTES
     engine_bytes = sum(sizes.values()) + graph_bytes
