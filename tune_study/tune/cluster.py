@@ -56,7 +56,7 @@ def join_cluster(address: str) -> Iterator[tuple[Node, ...]]:
 
 
 def _check_address(address: str) -> None:
-    """Raise PlanError if nothing answers at `address`. Ray would wait a minute for an answer."""
+    """Raise PlanError if nothing answers at `address`. Ray would try again for minutes."""
     if address == "auto":  # Ray looks the address up on this machine
         return
     host, _, port = address.rpartition(":")
