@@ -89,7 +89,7 @@ class ModelShape(BaseModel):
     def linear_parameters(self) -> int:
         """Parameters of the linear layers of all blocks, including biases: without embedding, norms and head."""
         norms = (2 * self.num_hidden_layers + 1) * self.hidden_size
-        return self.linear - self.own_head if self.trunk else self.trunk_parameters - self.embedding - norms
+        return self.linear if self.trunk else self.trunk_parameters - self.embedding - norms
 
     @property
     def parameters(self) -> int:
