@@ -30,7 +30,7 @@ from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, compute_at
 from trainable.rollout.episode import Batch, Episode, StopReason, collate
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
-from tune_study.placement.model_size import find_published_sizes
+from tune_study.placement.model_files import find_published_sizes
 
 GROUP_SIZE = 16
 TURNS = 5

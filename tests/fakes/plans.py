@@ -10,7 +10,8 @@ from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import PPO as PPO_FAMILY
 from trainable.trial import PPO
 from tune_study.folder.outputs import write_study
-from tune_study.placement.model_size import ModelShape, read_model_shape
+from tune_study.placement.memory import ModelShape
+from tune_study.placement.model_files import read_model_shape
 from tune_study.plan.search import DEFAULT_POINT, Search, make_point_study, make_space
 from tune_study.plan.study_plan import StudyPlan, make_plan, set_points
 from tune_study.tune.trials import make_trial_config

@@ -40,7 +40,7 @@ def make_small_config(**overrides: object) -> RunConfig:
     """
     chosen_settings = {key.replace("__", "."): value for key, value in overrides.items()}
     config = apply_overrides(RunConfig(), {**SMALL_SETTINGS, **chosen_settings})
-    if find_compiled_obstacle([config], os.environ):
+    if find_compiled_obstacle(config, os.environ):
         config = apply_overrides(RunConfig(), {**SMALL_SETTINGS, **TORCH_SETTINGS, **chosen_settings})
     return config
 

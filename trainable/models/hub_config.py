@@ -102,20 +102,15 @@ def read_sizes(folder: Path) -> dict[str, Any]:
     """Read the sizes that determine memory use from config.json alone, with exact numbers of parameters.
 
     head_size: channels of one attention head. trunk: elements of each parameter except the head. linear: elements of
-    all linear layers, without a tied head. matrices: (inputs, outputs) of each linear layer of the trunk.
+    all linear layers of the trunk. matrices: (inputs, outputs) of each of them.
     """
     causal_lm = make_empty_model(folder)
     check_parts(causal_lm, folder)
     text_config, head_weight = causal_lm.config.get_text_config(), causal_lm.get_output_embeddings().weight
     is_tied = any(weight is head_weight for weight in causal_lm.base_model.parameters())
+    linear_layers = [module for module in causal_lm.base_model.modules() if isinstance(module, nn.Linear)]
     # Keyed by identity, so that a weight shared by two layers counts once.
-    linear_sizes = {
-        id(weight): weight.numel()
-        for module in causal_lm.modules()
-        if isinstance(module, nn.Linear)
-        for weight in module.parameters()
-        if weight is not head_weight or not is_tied
-    }
+    linear_sizes = {id(weight): weight.numel() for layer in linear_layers for weight in layer.parameters()}
     # The feed-forward width is intermediate_size in most architectures. In GPT-2 it is n_inner, or 4 x hidden if
     # n_inner is None.
     intermediate_size = (
@@ -134,11 +129,7 @@ def read_sizes(folder: Path) -> dict[str, Any]:
         "tie_word_embeddings": is_tied,
         "trunk": tuple(weight.numel() for weight in causal_lm.base_model.parameters()),
         "linear": sum(linear_sizes.values()),
-        "matrices": tuple(
-            (module.in_features, module.out_features)
-            for module in causal_lm.base_model.modules()
-            if isinstance(module, nn.Linear)
-        ),
+        "matrices": tuple((layer.in_features, layer.out_features) for layer in linear_layers),
     }
 
 

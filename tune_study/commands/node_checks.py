@@ -47,7 +47,7 @@ def inspect_node(marker: str, configs: Sequence[Mapping[str, Any]], versions: Ma
         _find_problem(marker, configs, versions),
         measure_scratch_space(),
         measure_available_memory(),
-        tuple(entry.total_mib for entry in query_gpu_memory() if entry.total_mib is not None),
+        tuple(entry.total_mib for entry in query_gpu_memory().values()),
     )
 
 

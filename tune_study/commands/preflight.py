@@ -26,8 +26,13 @@ from tune_study.host.interrupt import TimeLimit, make_interrupt, start_time_limi
 from tune_study.host.machine_checks import explain_long_path, find_ray_folder, measure_scratch_space
 from tune_study.placement import disk, memory_plan, resources
 from tune_study.placement.memory_plan import GpuCapacity
-from tune_study.placement.model_files import check_file, check_model, describe_teachers, make_missing_teachers
-from tune_study.placement.model_size import read_model_shape
+from tune_study.placement.model_files import (
+    check_file,
+    check_model,
+    describe_teachers,
+    make_missing_teachers,
+    read_model_shape,
+)
 from tune_study.placement.resources import compile_kernels
 from tune_study.plan.errors import EXIT_CODES, MisfitError, PlanError, as_plan_error
 from tune_study.plan.own_study import check_parts
@@ -283,7 +288,7 @@ def _estimate_requirements(
     used_gpus = tuple(gpu for gpu in visible_gpus if gpu.id in resource_plan.gpus)
     memory, settings = None, resource_plan.placement_settings
     if resource_plan.gpu_slots:
-        gpu_capacity = gpu_capacity or memory_plan.find_gpu_capacity(options.gpu_memory_gib, used_gpus)
+        gpu_capacity = gpu_capacity or resources.find_gpu_capacity(options.gpu_memory_gib, used_gpus)
         memory = memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ)
     if memory is not None:
         settings = {**settings, **memory.placement_settings}
@@ -306,7 +311,7 @@ def _check_machine(launch: Launch) -> PreparedStudy:
     for config in plan.ppo_configs:
         resources.check_engines(config, os.environ)
     if study.memory is not None:
-        memory_plan.check_memory(study.memory, plan, study.used_gpus)
+        resources.check_memory(study.memory, plan, study.used_gpus)
     if plan.study_uri is not None:
         remedy = "set RAY_TMPDIR to a folder on a larger disk"
         n_runs = study.resource_plan.max_concurrent * plan.max_runs_per_trial

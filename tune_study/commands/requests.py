@@ -380,7 +380,8 @@ def _choose_torch(plan: StudyPlan, overrides: Mapping[str, object]) -> tuple[Map
     if (plan.folder / STUDY_FILE).exists():
         recorded_settings = flatten_settings(read_study(plan.folder).settings)
         return {name: recorded_settings[name] for name in settings if name in recorded_settings}, ""
-    obstacle = find_compiled_obstacle(plan.ppo_configs, os.environ)
+    obstacles = (find_compiled_obstacle(config, os.environ) for config in plan.ppo_configs)
+    obstacle = next(filter(None, obstacles), "")
     return (settings, f"; torch instead of compiled code: {obstacle}") if obstacle else ({}, "")
 
 

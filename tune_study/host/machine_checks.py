@@ -31,19 +31,18 @@ _LONGEST_SOCKET_NAME = (
 
 
 class GpuMemory(NamedTuple):
-    """Memory of one GPU in MiB; None if the driver does not report it."""
+    """Memory of one GPU in MiB."""
 
-    uuid: str
-    free_mib: int | None
-    total_mib: int | None
+    free_mib: int
+    total_mib: int
 
 
 class GpuProcess(NamedTuple):
-    """A process that uses memory of the GPU `uuid`, in MiB; None if the driver does not report how much."""
+    """A process that uses memory of the GPU `uuid`, in MiB; 0 if the driver does not report it (containers, MIG)."""
 
     uuid: str
     pid: int
-    used_mib: int | None
+    used_mib: int
 
 
 def measure_available_memory() -> int:
@@ -92,21 +91,20 @@ def measure_scratch_space() -> int:
     return min(shutil.disk_usage(path).free for path in existing)
 
 
-def query_gpu_memory() -> tuple[GpuMemory, ...]:
-    """Ask nvidia-smi for the memory of every GPU of this machine; empty if it reports nothing."""
+def query_gpu_memory() -> dict[str, GpuMemory]:
+    """Ask nvidia-smi for the memory of the GPUs of this machine, by UUID, without those that it does not report."""
     rows = query_nvidia_smi("--query-gpu=index,uuid,memory.free,memory.total", 4, number=0) or []
-    return tuple(GpuMemory(uuid, _parse_mib(free), _parse_mib(total)) for _, uuid, free, total in rows)
+    return {
+        uuid: GpuMemory(int(free), int(total))
+        for _, uuid, free, total in rows
+        if free.isdecimal() and total.isdecimal()
+    }
 
 
 def query_gpu_processes() -> tuple[GpuProcess, ...]:
     """Ask nvidia-smi for the visible processes that use GPU memory."""
     rows = query_nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory", 3, number=1) or []
-    return tuple(GpuProcess(uuid, int(pid), _parse_mib(used)) for uuid, pid, used in rows)
-
-
-def _parse_mib(text: str) -> int | None:
-    """Parse a number of MiB; None for values like [N/A]."""
-    return int(text) if text.isdecimal() else None
+    return tuple(GpuProcess(uuid, int(pid), int(used) if used.isdecimal() else 0) for uuid, pid, used in rows)
 
 
 def format_processes(processes: Sequence[GpuProcess]) -> str:

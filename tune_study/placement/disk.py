@@ -16,12 +16,8 @@ from rich.filesize import decimal
 from trainable.config.run_config import RunConfig
 from trainable.runs.episode_lines import MAX_ANSWER_CHARS
 from tune_study.folder.statuses import find_finished_runs
-from tune_study.placement.model_size import (
-    ModelShape,
-    count_trained_parameters,
-    count_trained_tensors,
-    read_model_shape,
-)
+from tune_study.placement.memory import ModelShape, list_trained_tensors
+from tune_study.placement.model_files import read_model_shape
 from tune_study.plan.errors import MisfitError, PlanError
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan
 
@@ -57,8 +53,8 @@ def compute_checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:
 
     Frozen networks (reference, base) are loaded from the original model and not saved.
     """
-    num_parameters = sum(count_trained_parameters(shape, config).values())
-    return 12 * num_parameters + count_trained_tensors(shape, config) * _TENSOR_BYTES + _CHECKPOINT_BYTES
+    tensors = [size for sizes in list_trained_tensors(shape, config).values() for size in sizes]
+    return 12 * sum(tensors) + len(tensors) * _TENSOR_BYTES + _CHECKPOINT_BYTES
 
 
 def count_occurrences(steps: int, every: int) -> int:
@@ -74,34 +70,33 @@ def count_validations(config: RunConfig) -> int:
 
 def estimate_row_bytes(config: RunConfig) -> int:
     """Estimate a run's bytes without checkpoints: lines, logs, Tune's files, and its share of tables and report."""
-    env, trainer, validations = config.env, config.trainer, count_validations(config)
-    # Episodes that are recorded per validation: of it, and of the step before it.
-    episodes = min(trainer.log_val_generations, env.val_env_groups)
+    env, trainer, steps = config.env, config.trainer, config.trainer.total_training_steps
+    # Per validation, episodes of it and of the step before it are recorded.
+    validations, episodes = count_validations(config), min(trainer.log_val_generations, env.val_env_groups)
     episodes += min(trainer.log_train_generations, env.env_groups * env.group_size)
     observation_bytes, answer_bytes = (env.papers.observation_chars, MAX_ANSWER_CHARS) if env.kind.has_trees else (0, 0)
     turn_bytes = _TURN_BYTES + observation_bytes + config.rollout.response_length * _TOKEN_BYTES
     conversation_bytes = answer_bytes + env.max_turn * turn_bytes
     episode_bytes = _EPISODE_BYTES + answer_bytes + env.max_conversations_per_rollout * conversation_bytes
-    size = _RUN_BYTES + (trainer.total_training_steps + validations) * _STEP_BYTES
+    size = _RUN_BYTES + (steps + validations) * _STEP_BYTES + validations * episodes * episode_bytes
     if trainer.gradient_analysis_mode:  # of step 1 and of every N-th step after it
-        size += count_occurrences(trainer.total_training_steps, trainer.gradient_analysis_every) * _ANALYSIS_BYTES
-    return size + validations * episodes * episode_bytes
+        size += count_occurrences(steps, trainer.gradient_analysis_every) * _ANALYSIS_BYTES
+    return size
 
 
 def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: Mapping[str, str]) -> DiskBudget:
     """Estimate what the remaining runs of `plan` need, without ended runs, which write nothing more."""
-    family, ended_runs, shapes = plan.study.family, find_finished_runs(plan), {}
+    family, ended_runs = plan.study.family, find_finished_runs(plan)
     known_runs = [spec for spec in plan.runs if spec.run_id not in ended_runs]
     # Points that a search has yet to draw need as much as the known ones.
     num_further_runs = plan.search.num_points * len(plan.seeds) - len(plan.runs) if plan.search else 0
     runs = [*known_runs, *itertools.islice(itertools.cycle(plan.runs), max(num_further_runs, 0))]
     needed_bytes, checkpoint_sizes = _STUDY_BYTES if runs else 0, []
+    # A run of update rules may have no model path (None), since it makes its model itself.
+    paths = dict.fromkeys(family.get_model_path(spec.config) for spec in runs)
+    shapes = {path: None if path is None else read_model_shape(path, environ) for path in paths}
     for index, spec in enumerate(runs):
-        # A run of update rules may have no model path (None), since it makes its model itself.
-        path, trainer = family.get_model_path(spec.config), spec.config.trainer
-        if path is not None and path not in shapes:
-            shapes[path] = read_model_shape(path, environ)
-        shape = shapes.get(path or "")
+        shape, trainer = shapes[family.get_model_path(spec.config)], spec.config.trainer
         if family.estimate_bytes is not None:
             checkpoint_bytes, bytes_per_row = family.estimate_bytes(spec.config, shape.parameters if shape else 0)
             row_bytes = _RUN_BYTES + spec.steps // trainer.test_freq * bytes_per_row
@@ -114,15 +109,14 @@ def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: 
         written_bytes = sum(map(count_folder_bytes, folders)) if index < len(known_runs) else 0
         # A run that is larger than estimated would otherwise hide that others lack space.
         needed_bytes += max(num_kept * checkpoint_bytes + row_bytes - written_bytes, 0)
-    # A trial may train several runs at once, all seeds of an arm. At worst, the runs with the largest checkpoints train
-    # at the same time.
+    # A trial may train all seeds of an arm at once. At worst, the runs with the largest checkpoints train together.
     num_rolling = _ROLLING_STATES - any(spec.keeps_last for spec in runs)
     num_concurrent = resource_plan.max_concurrent * plan.max_runs_per_trial
     needed_bytes += num_rolling * sum(sorted(checkpoint_sizes, reverse=True)[:num_concurrent])
     scratch_bytes = (_ROLLING_STATES + 1) * max(checkpoint_sizes, default=0)
     # --output may not exist yet; it will be created on the disk of its nearest existing parent.
     folder = next(folder for folder in (plan.output, *plan.output.parents) if os.path.isdir(folder))
-    if unknown_models := [path for path, shape in shapes.items() if shape is None]:
+    if unknown_models := [path for path, shape in shapes.items() if path is not None and shape is None]:
         needed_bytes = scratch_bytes = 0
     return DiskBudget(needed_bytes, scratch_bytes, shutil.disk_usage(folder).free, folder, unknown_models)
 
@@ -143,10 +137,9 @@ def check_scratch(place: str, free_bytes: int, n_runs: int, run_bytes: int, reme
 def count_folder_bytes(folder: Path) -> int:
     """Sum the sizes of the files below `folder`, without following links; 0 if there is no folder."""
     total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):  # removed since it was listed, by a running study
-                total += os.lstat(os.path.join(parent, name)).st_size
+    for path in (os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names):
+        with suppress(OSError):  # removed since it was listed, by a running study
+            total += os.lstat(path).st_size
     return total
 
 

@@ -4,14 +4,15 @@ Exact for what a trainer keeps, which tests compare with its tensors. Upper boun
 conversation is assumed to have maximum length. In comments, h is the hidden size and f the intermediate size.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from trainable.config import constants
 from trainable.config.run_config import RunConfig
 from trainable.rollout import kv_cache_size
 from trainable.rollout.kv_cache_size import count_ranks, get_dtype_bytes
-from tune_study.placement.model_size import ModelShape, count_trained_parameters, list_adapted_layers
 
 GIB, FLOAT32 = 2**30, 4
 PHASES = ("rollout", "values", "policy backward", "policy step")
@@ -27,8 +28,117 @@ REDUCE_BUCKET_SIZE = 500_000_000
 TIGHT_FRACTION = 0.95
 """Fraction of the budget above which a fit is tight, because fragmentation in the allocator is not counted."""
 KV_CACHE_NAME = "vLLM KV cache"
-VLLM_MAX_SEQS, VLLM_MAX_BATCHED_TOKENS = 256, 16_384
-"""vLLM's most concurrent rows (`EngineSettings.max_num_seqs`) and tokens per pass (its default from 70 GiB on)."""
+VLLM_MAX_BATCHED_TOKENS = 16_384
+"""vLLM's most tokens per pass: its default from 70 GiB on."""
+
+
+class ModelShape(BaseModel):
+    """The fields of a Qwen2 model's config.json that determine its parameters; other fields are ignored."""
+
+    # strict: a config.json with "36" or 36.0 blocks is refused instead of being converted.
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    tie_word_embeddings: bool = False
+    is_plain_qwen2: bool = False
+    """Whether our own implementation runs the model (see `trainable.models.qwen2_shape`)."""
+    max_position_embeddings: PositiveInt | None = None
+    """Tokens of the context; None if only the number of parameters is known."""
+    # Of other architectures, whose parameters are counted on the model (see `hub_config.read_sizes`).
+    head_size: PositiveInt | None = None
+    trunk: tuple[PositiveInt, ...] = ()
+    linear: int = 0
+    matrices: tuple[tuple[PositiveInt, PositiveInt], ...] = ()
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head."""
+        return self.head_size or self.hidden_size // self.num_attention_heads
+
+    @property
+    def layers(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of each linear layer of a block, by name, for other architectures as in Qwen2."""
+        h, f, kv = self.hidden_size, self.intermediate_size, self.num_key_value_heads * self.head_dim
+        attention = {"q_proj": (h, h), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (h, h)}
+        return attention | {"gate_proj": (h, f), "up_proj": (h, f), "down_proj": (f, h)}
+
+    @property
+    def all_matrices(self) -> Sequence[tuple[int, int]]:
+        """(inputs, outputs) of each linear layer of all blocks, without the head."""
+        return self.matrices if self.trunk else [*self.layers.values()] * self.num_hidden_layers
+
+    @property
+    def trunk_tensors(self) -> Sequence[int]:
+        """Number of elements of every parameter tensor of embedding, blocks and final norm."""
+        h, kv = self.hidden_size, self.num_key_value_heads * self.head_dim
+        # Matrices, biases of queries, keys and values, and two norms.
+        block = [*(inputs * outputs for inputs, outputs in self.layers.values()), h, kv, kv, h, h]
+        return self.trunk or [self.embedding, *block * self.num_hidden_layers, h]
+
+    @property
+    def trunk_parameters(self) -> int:
+        """Parameters of embedding, blocks and final norm."""
+        return sum(self.trunk_tensors)
+
+    @property
+    def linear_parameters(self) -> int:
+        """Parameters of the linear layers of all blocks, including biases: without embedding, norms and head."""
+        norms = (2 * self.num_hidden_layers + 1) * self.hidden_size
+        return self.linear if self.trunk else self.trunk_parameters - self.embedding - norms
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the policy."""
+        return self.trunk_parameters + self.own_head
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding, and of a head of its own."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def own_head(self) -> int:
+        """Parameters of the head; 0 if it is the embedding."""
+        return 0 if self.tie_word_embeddings else self.embedding
+
+    @property
+    def block_weights(self) -> tuple[int, int]:
+        """Parameters per block, all counted before the attention, since plans pass every token through every block."""
+        return (self.trunk_parameters - self.embedding) // self.num_hidden_layers, 0
+
+
+def list_adapted_layers(shape: ModelShape, config: RunConfig) -> list[tuple[int, int]]:
+    """List the (inputs, outputs) of the layers of a block that have an adapter; empty without LoRA."""
+    names = config.model.lora_target_modules if config.model.lora_rank else ()
+    return [layer for name, layer in shape.layers.items() if names == "all-linear" or name in names]
+
+
+def list_trained_tensors(shape: ModelShape, config: RunConfig) -> dict[str, list[int]]:
+    """List the number of elements of each trained tensor by network: `policy` and, if there is one, `critic`.
+
+    With LoRA only the adapters and the value head are trained. The value head belongs to the policy with
+    `critic.shared_trunk`, and an advantage estimator without values has none.
+    """
+    critic, value_head = [*shape.trunk_tensors], [shape.hidden_size, 1]
+    policy = critic if shape.tie_word_embeddings else [*critic, shape.own_head]
+    if rank := config.model.lora_rank:  # A and B of every adapter
+        adapters = [rank * width for layer in list_adapted_layers(shape, config) for width in layer]
+        policy = critic = adapters * shape.num_hidden_layers
+    if not config.algorithm.estimator.needs_critic:
+        return {"policy": policy}
+    if config.critic.shared_trunk:
+        return {"policy": policy + value_head}
+    return {"policy": policy, "critic": critic + value_head}
+
+
+def count_trained_parameters(shape: ModelShape, config: RunConfig) -> dict[str, int]:
+    """Count the trained parameters by network: `policy` and, if there is one, `critic`."""
+    return {network: sum(sizes) for network, sizes in list_trained_tensors(shape, config).items()}
 
 
 class Allocation(NamedTuple):
@@ -230,7 +340,7 @@ def _list_vllm_allocations(
     rollout, dtype_bytes = config.rollout, get_dtype_bytes(config)
     # Activations of the largest pass, and distributions of the rows that it decodes: an estimate of what vLLM measures.
     pass_bytes = VLLM_MAX_BATCHED_TOKENS * (3 * shape.intermediate_size + 4 * shape.hidden_size) * dtype_bytes
-    work_bytes = pass_bytes + VLLM_MAX_SEQS * shape.vocab_size * (dtype_bytes + 3 * FLOAT32)
+    work_bytes = pass_bytes + constants.VLLM_MAX_SEQS * shape.vocab_size * (dtype_bytes + 3 * FLOAT32)
     sizes = {"vLLM weights": dtype_bytes * shape.parameters, "vLLM work space": work_bytes}
     graph_bytes = 0 if rollout.enforce_eager else CUDA_GRAPH_BYTES
     engine_bytes = sum(sizes.values()) + graph_bytes

@@ -1,28 +1,21 @@
 """Plan the memory of a study's runs: how it is placed on their GPUs, whether it fits, and what makes it fit."""
 
+import itertools
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from typing import NamedTuple
 
 from search_spaces.declaration.study import Study
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
 from trainable.rollout.kv_cache_size import compute_conversation_kv_bytes, compute_max_tokens
-from trainable.runs.orphans import find_orphans
-from tune_study.host import machine_checks
-from tune_study.host.gpus import Gpu
 from tune_study.placement import memory
-from tune_study.placement.memory import GIB, PHASES, Allocation
-from tune_study.placement.model_size import ModelShape, read_model_shape
-from tune_study.plan.errors import MisfitError, PlanError
+from tune_study.placement.memory import GIB, PHASES, Allocation, ModelShape
+from tune_study.placement.model_files import read_model_shape
+from tune_study.plan.errors import MisfitError
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan
 
-ASSUMED_GIB, _ASSUMED_GPUS = 80.0, 8
-"""Memory, as of an H100, and number of GPUs that the plan assumes for an unknown machine."""
-_PLACEMENTS: tuple[Mapping[str, object], ...] = tuple(
-    {"trainer.swap_to_host": swaps, **stage} for stage in ({}, {"trainer.zero_stage": 3}) for swaps in (False, True)
-)
-"""Ways to place the memory of a run, which change no result, fastest first."""
+_ASSUMED_GPUS = 8
+"""Number of GPUs that advice assumes for an unknown machine."""
 _CHANGES = (
     "model.enable_gradient_checkpointing=True",
     "actor.entropy_from_logits_with_chunking=True",
@@ -105,26 +98,6 @@ class MemoryPlan(NamedTuple):
         return settings | ({"rollout.kv_cache_gib": self.cache_bytes / GIB} if sizes_cache else {})
 
 
-def find_gpu_capacity(requested_gib: float | None, gpus: Sequence[Gpu]) -> GpuCapacity:
-    """Find the GPU memory to plan for: --gpu-memory-gib, else the smallest of `gpus`, else ASSUMED_GIB.
-
-    Raises PlanError if requested_gib is not in (0, 4096].
-    """
-    if requested_gib is not None:
-        if not 0 < requested_gib <= 4096:  # no GPU has more: a larger number was probably meant in MiB
-            reason = "is not the memory of a GPU: type it in GiB, like --gpu-memory-gib 80"
-            raise PlanError(f"--gpu-memory-gib {requested_gib:g} {reason}.")
-        return GpuCapacity(int(requested_gib * GIB), "set by --gpu-memory-gib", is_known=True)
-    mib_by_uuid = {entry.uuid: entry.total_mib for entry in machine_checks.query_gpu_memory()} if gpus else {}
-    sizes = [mib for gpu in gpus if (mib := mib_by_uuid.get(gpu.uuid)) is not None]
-    # All GPUs must be reported, since one that is not (such as a MIG device) may be the smallest.
-    if sizes and len(sizes) == len(gpus):
-        return GpuCapacity(min(sizes) * 2**20, "from nvidia-smi", is_known=True)
-    reason = "nvidia-smi does not report it" if gpus else "no GPU is visible"
-    source = f"assumed, because {reason}; type --gpu-memory-gib N to plan for another"
-    return GpuCapacity(int(ASSUMED_GIB * GIB), source, is_known=False)
-
-
 def plan_memory(
     plan: StudyPlan, resource_plan: ResourcePlan, capacity: GpuCapacity, environ: Mapping[str, str]
 ) -> MemoryPlan | None:
@@ -143,12 +116,16 @@ def plan_memory(
 def place_runs(runs: Sequence[MemoryPlan]) -> MemoryPlan:
     """Plan the memory of the run that needs most, with all runs (at least one) placed in the same way.
 
-    Of _PLACEMENTS, this takes the first in which all fit without being tight, else the one that needs least.
+    Of the ways to place memory that no user has ruled out, fastest first and equal in their results, this takes the
+    first in which all runs fit without being tight, else the one that needs least.
     """
+    trainers = [run.base.trainer for run in runs]
+    swaps = [swap for swap in (False, True) if all(trainer.swap_to_host in (None, swap) for trainer in trainers)]
+    stages = ({}, {"trainer.zero_stage": 3}) if all(trainer.uses_deepspeed for trainer in trainers) else ({},)
     candidates: list[MemoryPlan] = []
-    for placement in _PLACEMENTS:
+    for stage, swap in itertools.product(stages, swaps):
         with suppress(ConfigError):
-            plans = [_place_run(run, placement) for run in runs]
+            plans = [_place_run(run, {"trainer.swap_to_host": swap, **stage}) for run in runs]
             # A run with a lower peak may not fit, because vLLM's cache is too small. Runs of equal peaks may differ in
             # their host memory, which is on the GPU if a remedy does not swap.
             largest_plan = max(plans, key=lambda plan: (not plan.fits, plan.peak, plan.host_bytes))
@@ -159,11 +136,7 @@ def place_runs(runs: Sequence[MemoryPlan]) -> MemoryPlan:
 
 
 def _place_run(run: MemoryPlan, placement: Mapping[str, object]) -> MemoryPlan:
-    """Plan the memory of a run with one of _PLACEMENTS. Raises ConfigError if that is impossible or not the user's."""
-    trainer = run.base.trainer
-    is_other = trainer.swap_to_host not in (None, placement["trainer.swap_to_host"])
-    if is_other or ("trainer.zero_stage" in placement and not trainer.uses_deepspeed):
-        raise ConfigError("another placement was chosen")
+    """Plan the memory of a run that is placed in this way. Raises ConfigError if that is impossible."""
     config = apply_overrides(run.base, placement)
     allocations = memory.list_allocations(run.shape, config, run.budget, run.reference_shape)
     host_bytes = memory.compute_host_bytes(allocations, run.shape, config)
@@ -191,8 +164,7 @@ def format_memory_plan(plan: MemoryPlan) -> list[str]:
     if config.trainer.swap_to_host:
         lines.append("Placement: what is trained is in host memory while nothing reads it (trainer.swap_to_host=True)")
     # On a cluster, other runs are on other nodes.
-    n_runs = plan.resource_plan.max_concurrent
-    n_runs = min(plan.resource_plan.runs_per_node or n_runs, n_runs)
+    n_runs = plan.resource_plan.runs_per_node or plan.resource_plan.max_concurrent
     all_gib = format_gib(plan.host_bytes * n_runs)
     lines.append(f"CPU memory: {format_gib(plan.host_bytes)} GiB per run, {all_gib} GiB for {n_runs} at once")
     if plan.fits:
@@ -229,7 +201,7 @@ def find_remedies(plan: MemoryPlan, study: Study) -> list[str]:
             continue
         with suppress(ConfigError):
             config = apply_overrides(base, change)
-            is_possible = base.trainer.n_gpus_per_node <= config.trainer.n_gpus_per_node <= max(max_gpus, 1)
+            is_possible = base.trainer.n_gpus_per_node <= config.trainer.n_gpus_per_node <= max_gpus
             if is_possible and place_runs([plan._replace(base=config)]).fits:
                 option = f"--set {text.replace(' ', ' --set ')}"
                 remedies[tuple(change)] = option.replace("--set trainer.n_gpus_per_node=", "--gpus-per-exp ")
@@ -249,42 +221,3 @@ def check_fits(plan: MemoryPlan, study: Study) -> None:
     if plan.capacity.is_known and not plan.fits:
         advice = "--dry-run shows the whole plan; --gpu-memory-gib N plans for a GPU of another size."
         raise MisfitError(f"{format_misfit(plan, study)} {advice}")
-
-
-def check_memory(plan: MemoryPlan, study_plan: StudyPlan, gpus: Sequence[Gpu]) -> None:
-    """Raise MisfitError if the runs do not fit their GPUs, the host memory, or the free memory of `gpus`."""
-    check_fits(plan, study_plan.study)
-    n_runs, available_bytes = plan.resource_plan.max_concurrent, machine_checks.measure_available_memory()
-    needed_gib, available_gib = format_gib(plan.host_bytes * n_runs), format_gib(available_bytes)
-    if plan.host_bytes * n_runs > available_bytes:
-        raise MisfitError(
-            f"{n_runs} runs at once need {needed_gib} GiB of CPU memory, and {available_gib} GiB are available: type "
-            "--max-concurrent with a smaller number, or free memory."
-        )
-    # Orphans of an earlier start are terminated before the runs start, so their memory counts as free.
-    ending_pids = {process.pid for process in find_orphans(study_plan.folder)}
-    # 1e-9, so that a rounding error in 1 / fraction does not cost a run.
-    runs_per_gpu = min(int(1 / min(plan.config.trainer.n_gpus_per_node, 1.0) + 1e-9), n_runs)
-    check_free_memory(plan.peak * runs_per_gpu, gpus, ending_pids)
-
-
-def check_free_memory(needed_bytes: int, gpus: Sequence[Gpu], ending_pids: AbstractSet[int]) -> None:
-    """Raise MisfitError, naming the processes on it, if one of `gpus` has less than `needed_bytes` free.
-
-    ending_pids: ids of processes that are terminated before the runs start. Their memory counts as free.
-    """
-    free_by_uuid = {entry.uuid: entry.free_mib for entry in machine_checks.query_gpu_memory()}
-    processes = machine_checks.query_gpu_processes()
-    for gpu in gpus:
-        if (available_mib := free_by_uuid.get(gpu.uuid)) is None:
-            continue  # nvidia-smi does not report this GPU, so nothing can be checked
-        holders = [holder for holder in processes if holder.uuid == gpu.uuid]
-        # nvidia-smi may not know how much a process uses (containers, MIG), and then nothing is added for it.
-        available_mib += sum(holder.used_mib or 0 for holder in holders if holder.pid in ending_pids)
-        if available_mib * 2**20 < needed_bytes:
-            others = machine_checks.format_processes([entry for entry in holders if entry.pid not in ending_pids])
-            raise MisfitError(
-                f"GPU {gpu.id} has {available_mib / 1024:.1f} GiB free and the runs on it need "
-                f"{format_gib(needed_bytes)} GiB; its memory is {others}. End these processes if they are orphans, "
-                "wait until they end, or choose other GPUs with --gpus."
-            )

@@ -2,6 +2,7 @@
 
 import glob
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +13,26 @@ from rich.console import Console
 from trainable.config.command_lines import quote_argument
 from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODEL, SHIPPED_MODELS, TEACHERS
 from trainable.config.setting_types import format_value
+from trainable.files.json_values import parse_json
+from trainable.models.qwen2_shape import is_plain_qwen2
 from trainable.models.teachers import explain_missing_teacher, find_teacher_folder, format_teacher_command, is_made
 from tune_study.host.console import print_line
+from tune_study.placement.memory import ModelShape
 from tune_study.plan.errors import PlanError
 
 _STAYS = "keeps it, because it is one of the settings that identify its runs: put {what}, or a link to it, there"
+_HUB_ID = re.compile(r"Qwen/Qwen2\.5-(?:Math-|Coder-)?([\d.]+)B(?:-Instruct)?")
+"""Models of the shape of their base model. Quantized models are left out, since they cannot be trained here."""
+_SIZES: Mapping[str, tuple[int, int, int, int, int, int, bool]] = {
+    "0.5": (151_936, 896, 4864, 24, 14, 2, True),
+    "1.5": (151_936, 1536, 8960, 28, 12, 2, True),
+    "3": (151_936, 2048, 11_008, 36, 16, 2, True),
+    "7": (152_064, 3584, 18_944, 28, 28, 4, False),
+    "14": (152_064, 5120, 13_824, 48, 40, 8, False),
+    "32": (152_064, 5120, 27_648, 64, 40, 8, False),
+    "72": (152_064, 8192, 29_568, 80, 64, 8, False),
+}
+"""The first seven fields of `ModelShape`, by the billions of parameters in the name. Source: config.json on the hub."""
 
 
 def find_hub_cache(environ: Mapping[str, str]) -> Path:
@@ -31,14 +47,49 @@ def find_hub_cache(environ: Mapping[str, str]) -> Path:
     return home / "huggingface" / "hub"
 
 
-def find_downloaded_config(path: str, environ: Mapping[str, str]) -> Path | None:
-    """Find the config.json of a hub id in the hub cache; None if the model is not there.
+def find_config(path: str, environ: Mapping[str, str]) -> Path | None:
+    """Find the config.json of a shipped model, a teacher, a folder, or a downloaded hub id; None if there is none.
 
-    Of several snapshots this takes the last one by name, and a run the one that refs/main names. If the two differ in
-    what is checked, the error comes when a run loads the model.
+    A teacher has that of its policy. Of several snapshots of a hub id this takes the last one by name, and a run the
+    one that refs/main names. If the two differ in what is checked, the error comes when a run loads the model.
     """
+    if path in SHIPPED_MODELS or path in TEACHERS:
+        return SHIPPED_MODELS[TEACHERS.get(path, path)].folder / "config.json"
+    if _is_path_kind(path, Path.is_dir):
+        return Path(path).expanduser() / "config.json"
     folder = glob.escape(f"{find_hub_cache(environ)}/models--{path.replace('/', '--')}")
     return max(map(Path, glob.glob(f"{folder}/snapshots/*/config.json")), default=None)
+
+
+def find_published_sizes(path: str) -> dict[str, int | bool]:
+    """Find the fields of `_SIZES` for a hub id; empty unless it is a model of Qwen2.5."""
+    match = _HUB_ID.fullmatch(path)
+    return dict(zip(ModelShape.model_fields, _SIZES.get(match[1], ()) if match else (), strict=False))
+
+
+def read_model_shape(path: str, environ: Mapping[str, str]) -> ModelShape | None:
+    """Read the shape of the model at `path` (see `find_config`); published sizes for Qwen2.5 that is not downloaded.
+
+    Returns None if the model is not on this machine or its config.json does not describe a trainable model;
+    `check_model` then says why.
+    """
+    config_path = find_config(path, environ)
+    try:
+        if config_path is None:
+            return ModelShape.model_validate({**find_published_sizes(path), "is_plain_qwen2": True})
+        # Links are followed, unlike in a study's files: the hub cache consists of links, and a model may lie anywhere.
+        config = parse_json(config_path.read_bytes())
+        if not isinstance(config, dict) or not config.get("architectures"):
+            return None
+        # A Qwen2 is counted by formulas, since transformers takes seconds to import. A model of another architecture is
+        # built without weights and counted.
+        if config["architectures"] == [QWEN2_ARCHITECTURE]:
+            return ModelShape.model_validate({**config, "is_plain_qwen2": is_plain_qwen2(config)})
+        from trainable.models.hub_config import read_sizes
+
+        return ModelShape.model_validate(read_sizes(config_path.parent))
+    except (OSError, ValueError):
+        return None
 
 
 def make_absolute(path: str) -> str:
@@ -77,27 +128,24 @@ def check_model(path: str, environ: Mapping[str, str], chat_format: str = "chatm
         raise PlanError(explain_missing_teacher(path, folder))
     if path in SHIPPED_MODELS or path in TEACHERS:
         return
-    if _is_path_kind(path, Path.is_dir):
-        if not (Path(path) / "config.json").is_file():
-            raise PlanError(
-                f"The folder {path} is not a model: it has no config.json. Type {option.strip(' =')} with a folder "
-                f"that has one, a hub id, or {SHIPPED_MODEL}."
-            )
-        _check_folder(Path(path), chat_format)
-        return
-    if Path(path).is_absolute():  # a folder, perhaps on the machine where the study was started
+    config_path = find_config(path, environ)
+    if config_path is None and Path(path).is_absolute():  # a folder, perhaps on the machine where the study was started
         make_link = f"mkdir -p {quote_argument(str(Path(path).parent))} && ln -s FOLDER {quote_argument(path)}"
         raise PlanError(
             f"The model folder {format_value(path, 1000)} does not exist on this machine: for a new study, type "
             f"{option.strip(' =')} with a folder that exists, a hub id, or {SHIPPED_MODEL}. A study that was started "
             f"with this path {_STAYS.format(what='the model')}: `{make_link}`, where FOLDER is the model's place here."
         )
-    config_path = find_downloaded_config(path, environ)
     if config_path is None:
         raise PlanError(
             f"The model {format_value(path)} was not found: it is neither {SHIPPED_MODEL} nor a folder, and it is not "
             f"in the hub cache {find_hub_cache(environ)}. Download it with `hf download {quote_argument(path)}`, or "
             f"type {option}{SHIPPED_MODEL} or a folder."
+        )
+    if not config_path.is_file():
+        raise PlanError(
+            f"The folder {path} is not a model: it has no config.json. Type {option.strip(' =')} with a folder "
+            f"that has one, a hub id, or {SHIPPED_MODEL}."
         )
     _check_folder(config_path.parent, chat_format)
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import NamedTuple
@@ -16,11 +16,14 @@ from trainable.config.sections import TrainerConfig
 from trainable.config.setting_types import format_value
 from trainable.kernels.cache import COMPILE_COMMAND, is_compiled
 from trainable.models.qwen2_shape import find_four_bit_obstacle, find_size_obstacle
+from trainable.runs.orphans import find_orphans
+from tune_study.host import machine_checks
 from tune_study.host.console import print_line
 from tune_study.host.gpus import Gpu
-from tune_study.placement.model_files import run_command
-from tune_study.placement.model_size import read_model_shape
-from tune_study.plan.errors import PlanError
+from tune_study.placement.memory import GIB
+from tune_study.placement.memory_plan import GpuCapacity, MemoryPlan, check_fits, format_gib
+from tune_study.placement.model_files import read_model_shape, run_command
+from tune_study.plan.errors import MisfitError, PlanError
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan
 
 DEEPSPEED = "deepspeed==0.19.8"
@@ -28,6 +31,8 @@ DEEPSPEED = "deepspeed==0.19.8"
 TORCH_SETTINGS: Mapping[str, object] = {"rollout.name": "torch", "model.compiled_passes": False}
 """Settings that switch compiled code off."""
 TORCH_OPTIONS = "--set rollout.name=torch --set model.compiled_passes=false"
+ASSUMED_GIB = 80.0
+"""Memory that the plan assumes for an unknown GPU, as of an H100."""
 _GPU_ID = re.compile(r"0|[1-9][0-9]{0,3}")
 _SHORT_NAME = re.compile(r"\b(B\d{2,3}|H\d{2,3}|A\d{2,3}|L\d{2,3}|V100|T4|P100|K80)")
 """Matches an NVIDIA data-center GPU's model in its product name, such as H100 in `NVIDIA H100 80GB HBM3`."""
@@ -68,18 +73,20 @@ def parse_gpus(text: str) -> tuple[str, ...]:
     return ids
 
 
+def count_runs_per_gpu(n_gpus: float) -> int:
+    """Count the runs that share a GPU. n_gpus: GPUs per run, above 0."""
+    # 1e-9, so that a quotient that is rounded to just below a whole number does not cost a run.
+    return math.floor(1 / min(n_gpus, 1.0) + 1e-9)
+
+
 def make_slots(gpus: tuple[str, ...], n_gpus: float) -> tuple[str, ...]:
     """Divide the GPUs into slots, one per concurrent run, to show in the plan. Ray assigns the GPUs itself.
 
-    n_gpus: GPUs per run: 0, a fraction, or a whole number that divides the number of GPUs.
+    n_gpus: GPUs per run: 0 if there are no GPUs, a fraction, or a whole number that divides the number of GPUs.
     """
-    if n_gpus == 0:
-        return ()
-    if n_gpus < 1:
-        # 1e-9, so that a quotient that is rounded to just below a whole number does not cost a run.
-        return tuple(gpu for gpu in gpus for _ in range(math.floor(1 / n_gpus + 1e-9)))
-    size = int(n_gpus)
-    return tuple(",".join(gpus[i : i + size]) for i in range(0, len(gpus), size))
+    size = max(int(n_gpus), 1)
+    slots = [",".join(gpus[i : i + size]) for i in range(0, len(gpus), size)]
+    return tuple(slot for slot in slots for _ in range(count_runs_per_gpu(n_gpus)))
 
 
 def format_gpu_label(n_gpus: float, gpus: tuple[Gpu, ...]) -> str:
@@ -106,7 +113,7 @@ def preflight(
     trainer, n_gpus = plan.base_config.trainer, plan.base_config.trainer.n_gpus_per_node
     run_bundles = make_bundles(n_gpus, trainer.cpu_threads)
     cpus_per_run = int(sum(bundle["CPU"] for bundle in run_bundles))
-    check_device(trainer.device, n_gpus, requested_gpus)
+    check_options(plan, requested_gpus, concurrency_limit)
     gpus, notes = _choose_gpus(n_gpus, requested_gpus, visible_gpus, is_real)
     # Runs without a GPU compute on the CPUs that they reserve, so these must not exceed the cores. Runs with a GPU
     # compute there, so --ray-num-cpus may exceed the cores.
@@ -121,7 +128,6 @@ def preflight(
             f"A run computes with {cpus_per_run} threads, and this machine has {cpus} CPU cores: "
             f"type --set trainer.num_threads={cpus}."
         )
-    check_max_concurrent(concurrency_limit)
     gpu_slots = make_slots(gpus, n_gpus)
     capacity = min(cpus // cpus_per_run, len(gpu_slots) if n_gpus else cpus)
     max_concurrent = min(capacity, concurrency_limit or capacity, len(plan.trials))
@@ -134,14 +140,11 @@ def preflight(
     return ResourcePlan(run_bundles, cpus, gpus, gpu_slots, max_concurrent, label, notes, placement_settings=settings)
 
 
-def check_max_concurrent(max_concurrent: int | None) -> None:
-    """Raise PlanError for a --max-concurrent below 1."""
+def check_options(plan: StudyPlan, requested_gpus: str | None, max_concurrent: int | None) -> None:
+    """Raise PlanError for a --max-concurrent below 1, or if trainer.device contradicts the number of GPUs."""
+    device, n_gpus = plan.base_config.trainer.device, plan.base_config.trainer.n_gpus_per_node
     if max_concurrent is not None and max_concurrent < 1:
         raise PlanError(f"--max-concurrent {format_value(max_concurrent)} leaves nothing to run: type 1 or more.")
-
-
-def check_device(device: str, n_gpus: float, requested_gpus: str | None) -> None:
-    """Raise PlanError if trainer.device and the number of GPUs contradict each other."""
     if n_gpus == 0 and requested_gpus is not None:
         raise PlanError(
             f"--gpus {format_value(requested_gpus)} is given but a run takes no GPU: leave --gpus out, or, for a "
@@ -154,6 +157,55 @@ def check_device(device: str, n_gpus: float, requested_gpus: str | None) -> None
             f"A run would reserve {n_gpus:g} GPU but trainer.device is cpu: "
             f"type `run` with --set trainer.device=cuda, or --gpus-per-exp 0."
         )
+
+
+def find_gpu_capacity(requested_gib: float | None, gpus: Sequence[Gpu]) -> GpuCapacity:
+    """Find the GPU memory to plan for: --gpu-memory-gib, else the smallest of `gpus`, else ASSUMED_GIB.
+
+    Raises PlanError if requested_gib is not in (0, 4096].
+    """
+    if requested_gib is not None:
+        if not 0 < requested_gib <= 4096:  # no GPU has more: a larger number was probably meant in MiB
+            reason = "is not the memory of a GPU: type it in GiB, like --gpu-memory-gib 80"
+            raise PlanError(f"--gpu-memory-gib {requested_gib:g} {reason}.")
+        return GpuCapacity(int(requested_gib * GIB), "set by --gpu-memory-gib", is_known=True)
+    gpu_memory = machine_checks.query_gpu_memory() if gpus else {}
+    # All GPUs must be reported, since one that is not (such as a MIG device) may be the smallest.
+    if gpus and all(gpu.uuid in gpu_memory for gpu in gpus):
+        size = min(gpu_memory[gpu.uuid].total_mib for gpu in gpus) * 2**20
+        return GpuCapacity(size, "from nvidia-smi", is_known=True)
+    reason = "nvidia-smi does not report it" if gpus else "no GPU is visible"
+    source = f"assumed, because {reason}; type --gpu-memory-gib N to plan for another"
+    return GpuCapacity(int(ASSUMED_GIB * GIB), source, is_known=False)
+
+
+def check_memory(memory: MemoryPlan, plan: StudyPlan, gpus: Sequence[Gpu]) -> None:
+    """Raise MisfitError if the runs do not fit their GPUs, the host memory, or the free memory of `gpus`."""
+    check_fits(memory, plan.study)
+    n_runs, available_bytes = memory.resource_plan.max_concurrent, machine_checks.measure_available_memory()
+    if memory.host_bytes * n_runs > available_bytes:
+        raise MisfitError(
+            f"{n_runs} runs at once need {format_gib(memory.host_bytes * n_runs)} GiB of CPU memory, and "
+            f"{format_gib(available_bytes)} GiB are available: type --max-concurrent with a smaller number, or free "
+            "memory."
+        )
+    needed_bytes = memory.peak * min(count_runs_per_gpu(memory.config.trainer.n_gpus_per_node), n_runs)
+    # Orphans of an earlier start are terminated before the runs start, so their memory counts as free.
+    ending_pids = {process.pid for process in find_orphans(plan.folder)}
+    gpu_memory, processes = machine_checks.query_gpu_memory(), machine_checks.query_gpu_processes()
+    for gpu in gpus:
+        if gpu.uuid not in gpu_memory:
+            continue  # nvidia-smi does not report this GPU, so nothing can be checked
+        holders = [process for process in processes if process.uuid == gpu.uuid]
+        available_mib = gpu_memory[gpu.uuid].free_mib
+        available_mib += sum(holder.used_mib for holder in holders if holder.pid in ending_pids)
+        if available_mib * 2**20 < needed_bytes:
+            others = machine_checks.format_processes([holder for holder in holders if holder.pid not in ending_pids])
+            raise MisfitError(
+                f"GPU {gpu.id} has {available_mib / 1024:.1f} GiB free and the runs on it need "
+                f"{format_gib(needed_bytes)} GiB; its memory is {others}. End these processes if they are orphans, "
+                "wait until they end, or choose other GPUs with --gpus."
+            )
 
 
 def check_engines(config: RunConfig, environ: Mapping[str, str]) -> None:
@@ -213,13 +265,10 @@ def uses_compiled_code(config: RunConfig) -> bool:
     return config.rollout.uses_compiled_sampler or config.model.compiled_passes
 
 
-def find_compiled_obstacle(configs: Iterable[RunConfig], environ: Mapping[str, str]) -> str:
-    """Find why compiled code cannot run one of the configurations that ask for it; empty if it can."""
-    obstacles = (_find_obstacle(config, environ) for config in configs if uses_compiled_code(config))
-    return next(filter(None, obstacles), "")
-
-
-def _find_obstacle(config: RunConfig, environ: Mapping[str, str]) -> str:
+def find_compiled_obstacle(config: RunConfig, environ: Mapping[str, str]) -> str:
+    """Find why compiled code cannot run a configuration that asks for it; empty if it can."""
+    if not uses_compiled_code(config):
+        return ""
     if find_spec("numba") is None:
         return "numba is not installed"
     if config.trainer.device != "cpu":
@@ -263,7 +312,7 @@ def check_sampler(config: RunConfig, environ: Mapping[str, str]) -> None:
             f"rollout.name=vllm needs vLLM, which is not installed: type `pip install {requirement}`, or --set "
             f"rollout.name=torch."
         )
-    if obstacle := find_compiled_obstacle([config], environ):
+    if obstacle := find_compiled_obstacle(config, environ):
         advice = "type `pip install numba`" if find_spec("numba") is None else "change that"
         raise PlanError(
             f"Compiled code cannot run here: {obstacle}. For a new study, {advice} or type {TORCH_OPTIONS}. A study "

@@ -9,14 +9,15 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from trainable.config.constants import VLLM_MAX_SEQS
 from trainable.config.run_config import RunConfig
 from trainable.families import Family
 from trainable.models.qwen2_shape import estimate_forward_flops
 from trainable.rollout.kv_cache_size import compute_max_tokens, compute_token_kv_bytes, count_ranks, get_dtype_bytes
 from tune_study.placement.disk import count_validations
-from tune_study.placement.memory import FLOAT32, VLLM_MAX_SEQS
+from tune_study.placement.memory import FLOAT32, ModelShape, count_trained_parameters
 from tune_study.placement.memory_plan import MemoryPlan
-from tune_study.placement.model_size import ModelShape, count_trained_parameters, read_model_shape
+from tune_study.placement.model_files import read_model_shape
 from tune_study.plan.study_plan import ResourcePlan, RunSpec, StudyPlan
 
 ASSUMED_MFU, ASSUMED_BANDWIDTH_FRACTION = 0.4, 0.5

@@ -128,9 +128,7 @@ class Recorder(StatelessCallback):
         for run_id, reason in result.get("failed", {}).items():
             if (status := self._statuses.get(run_id)).status == "running":
                 # Only non-finite numbers end a single run of a trial; any other error ends the whole trial.
-                self._end_run(
-                    replace(status, status="failed", failure_class=NON_FINITE, reason=reason, ended_at=make_timestamp())
-                )
+                self._end_run(replace(status, status="failed", failure_class=NON_FINITE, reason=reason))
         if kind := result.get("failure_class"):
             self._fail_runs(trial, Failure(kind, result["failure"], False, result.get("failure_trace", "")))
 
@@ -253,7 +251,7 @@ class Recorder(StatelessCallback):
         reason = "" if self.rungs is None else self.rungs.reasons.get(status.run_id, "")
         if reason and final_status.status == "interrupted":
             final_status = replace(status, status=CENSORED, reason=reason)
-        self._end_run(replace(final_status, ended_at=make_timestamp()))
+        self._end_run(final_status)
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Record a failure that Tune considers final: with `max_failures=-1`, only of a trial that was not running."""
@@ -264,8 +262,7 @@ class Recorder(StatelessCallback):
         kind, message = trial_failure.kind, trial_failure.message
         for status in self._list_open_statuses(trial):
             self._log_line(status.run_id, trial_failure.trace)
-            failed_status = replace(status, status="failed", failure_class=kind, reason=message)
-            self._end_run(replace(failed_status, ended_at=make_timestamp()))
+            self._end_run(replace(status, status="failed", failure_class=kind, reason=message))
 
     def _list_open_statuses(self, trial: Any) -> list[StatusRecord]:
         """List the statuses of the trial's runs that have not ended (see ENDED_STATUSES)."""
@@ -275,6 +272,7 @@ class Recorder(StatelessCallback):
         return [self._statuses.get(run_id) for run_id in list_run_ids(trial.config)]
 
     def _end_run(self, status: StatusRecord) -> None:
+        status = replace(status, ended_at=make_timestamp())
         self._statuses.set(status)
         self._log_line(status.run_id, f"=== {status.display_text} {status.ended_at}: {status.reason} ===")
         with suppress(OSError):  # the summary is rewritten at the end of the study

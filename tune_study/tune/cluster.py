@@ -1,7 +1,6 @@
 """Join an existing Ray cluster, without starting or stopping it, and count the runs that fit on its nodes."""
 
 import logging
-import math
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -57,7 +56,7 @@ def join_cluster(address: str) -> Iterator[tuple[Node, ...]]:
 
 
 def _check_address(address: str) -> None:
-    """Raise PlanError if nothing answers at `address`. Ray would wait a minute for an answer."""
+    """Raise PlanError if nothing answers at `address`. Ray would try again for minutes."""
     if address == "auto":  # Ray looks the address up on this machine
         return
     host, _, port = address.rpartition(":")
@@ -96,10 +95,8 @@ def count_fitting_runs(node: Node, bundles: Sequence[Mapping[str, float]]) -> in
     n_gpus = sum(bundle.get("GPU", 0) for bundle in bundles)
     if n_gpus == 0:
         return by_cpus
-    # A run on a fraction of a GPU cannot use parts of two GPUs, so each GPU is divided separately. 1e-9, so that a
-    # quotient that is rounded to just below a whole number does not cost a run.
-    by_gpus = int(node.gpus) * math.floor(1 / n_gpus + 1e-9) if n_gpus < 1 else int(node.gpus // n_gpus)
-    return min(by_cpus, by_gpus)
+    # A run on a fraction of a GPU cannot use parts of two GPUs, so each GPU is divided separately.
+    return min(by_cpus, int(node.gpus // max(n_gpus, 1)) * resources.count_runs_per_gpu(n_gpus))
 
 
 def find_usable_nodes(nodes: Sequence[Node], bundles: Sequence[Mapping[str, float]]) -> tuple[Node, ...]:
@@ -127,8 +124,7 @@ def allocate_cluster(
             f"--gpus {format_value(gpus_option)} names GPUs of this machine, but on a cluster Ray places the runs: "
             f"leave --gpus out."
         )
-    resources.check_device(plan.base_config.trainer.device, n_gpus, gpus_option)
-    resources.check_max_concurrent(max_concurrent)
+    resources.check_options(plan, gpus_option, max_concurrent)
     node_texts = [f"{node.name} has {node.cpus:g} CPU and {node.gpus:g} GPU" for node in nodes]
     node_summary = "; ".join(node_texts) or "it has no nodes"
     notes = [f"Ray cluster {address}: {node_summary}"]

@@ -1,7 +1,8 @@
 """Show the progress of a study: a live table in a terminal, plain lines elsewhere."""
 
+import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -68,28 +69,27 @@ def format_step(family: Family, row: dict[str, Any], total_steps: int) -> str:
     return " ".join(fields)
 
 
-def format_duration(seconds: float | None) -> str:
-    """Format seconds as h:mm:ss or m:ss; a dash if unknown."""
-    if seconds is None:
+def format_duration(seconds: float) -> str:
+    """Format seconds as h:mm:ss or m:ss; a dash if they are unknown (infinite)."""
+    if not math.isfinite(seconds):
         return "-"
     minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"
 
 
-def estimate_run_seconds(num_steps: int, pace: float | None, paces: Iterable[float | None]) -> float | None:
+def estimate_run_seconds(num_steps: int, pace: float | None, paces: Collection[float]) -> float:
     """Estimate the seconds for the remaining steps of a run, at its mean seconds per step so far.
 
-    Before its first step (None), the mean of the paces of all runs is used. None if no run has a step yet.
+    Before its first step (None), the mean of the paces of all runs is used. Infinite if no run has a step yet.
     """
-    known_paces = [other for other in paces if other is not None]
-    if pace is None and known_paces:
-        pace = sum(known_paces) / len(known_paces)
-    return None if pace is None else pace * num_steps
+    if pace is None:
+        pace = sum(paces) / len(paces) if paces else math.inf
+    return pace * num_steps
 
 
-def estimate_study_seconds(trials: Iterable[Sequence[float | None]], max_concurrent: int) -> float | None:
-    """Estimate the seconds that a study still needs; None if the seconds of a run are not known.
+def estimate_study_seconds(trials: Iterable[Collection[float]], max_concurrent: int) -> float:
+    """Estimate the seconds that a study still needs; infinite if those of a run are.
 
     The total time of the remaining trials is divided by the number of slots in use. The result is at least the time of
     the longest trial, which cannot be divided. The runs of a trial are trained together, so a trial takes as long as
@@ -97,12 +97,7 @@ def estimate_study_seconds(trials: Iterable[Sequence[float | None]], max_concurr
 
     trials: for each trial, the seconds of its runs that have not ended.
     """
-    trial_seconds = []
-    for run_seconds in trials:
-        known_seconds = [seconds for seconds in run_seconds if seconds is not None]
-        if len(known_seconds) < len(run_seconds):
-            return None
-        trial_seconds += [max(known_seconds)] if known_seconds else []
+    trial_seconds = [max(run_seconds) for run_seconds in trials if run_seconds]
     num_slots = max(min(max_concurrent, len(trial_seconds)), 1)
     return max(sum(trial_seconds) / num_slots, max(trial_seconds, default=0.0))
 
@@ -199,15 +194,15 @@ class Progress:
         self.views[run_id].status = status
         self.print_note(run_id, f"{status}: {reason}")
 
-    def estimate_time_left(self, view: RunView) -> float | None:
-        """Estimate the seconds that a run still needs; None if no run has a step yet."""
+    def estimate_time_left(self, view: RunView) -> float:
+        """Estimate the seconds that a run still needs; infinite if no run has a step yet."""
         if not view.is_open:
             return 0.0
-        paces = [other.seconds_per_step for other in self.views.values()]
+        paces = [pace for other in self.views.values() if (pace := other.seconds_per_step) is not None]
         return estimate_run_seconds(view.spec.steps - view.step, view.seconds_per_step, paces)
 
-    def estimate_study_time_left(self) -> float | None:
-        """Estimate the seconds that the study still needs; None if no run has a step yet."""
+    def estimate_study_time_left(self) -> float:
+        """Estimate the seconds that the study still needs; infinite if no run has a step yet."""
         trials = [[self.estimate_time_left(view) for view in views if view.is_open] for views in self._trials]
         return estimate_study_seconds(trials, self._max_concurrent)
 

@@ -27,7 +27,8 @@ from trainable.models.lora import (
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
 from tune_study.placement import memory
-from tune_study.placement.model_size import ModelShape, read_model_shape
+from tune_study.placement.memory import ModelShape
+from tune_study.placement.model_files import read_model_shape
 from tune_study.placement.resources import check_engines
 from tune_study.plan.errors import PlanError
 

@@ -22,7 +22,7 @@ from tune_study.commands import preflight
 from tune_study.commands.requests import LaunchRequest
 from tune_study.demo.archive import unpack
 from tune_study.folder.outputs import lock_folder, write_study
-from tune_study.placement.model_size import find_published_sizes
+from tune_study.placement.model_files import find_published_sizes
 from tune_study.plan.study_plan import StudyPlan, set_max_seeds
 
 

@@ -17,7 +17,7 @@ import pytest
 import search_spaces.catalog
 from tests.fakes.command_line import assert_refused, get_output, type_in, type_words
 from tests.fakes.lines import append_record
-from tests.fakes.plans import plan_study, read_shape
+from tests.fakes.plans import plan_study
 from tests.fakes.sessions import run_here
 from tests.fakes.trainer import COLLAPSES, CRASHES_ONCE, make_fake_rows, make_study
 from tests.tune_study.plan.test_storage_uri import SECRET_PLACES
@@ -28,7 +28,6 @@ from trainable.uploads import POINTER_FILE
 from tune_study.folder import locate, outputs, storage
 from tune_study.folder.storage import DRIVER_FILE, StoredFolder, StoredStudy
 from tune_study.placement import disk
-from tune_study.placement.resources import preflight
 from tune_study.plan.errors import PlanError
 from tune_study.plan.storage_uri import join_uri
 from tune_study.plan.study_plan import StudyPlan, add_seeds
@@ -338,13 +337,6 @@ def test_states_need_room_on_the_node() -> None:
     message = "^This machine has 1 byte free for .* up to 2 runs .* which take 2 bytes: use a larger disk, or"
     with pytest.raises(PlanError, match=message):
         disk.check_scratch("This machine", 1, 2, 1, "use a larger disk")
-
-
-def test_a_node_has_room_for_three_states_of_a_run_and_one_that_is_copied(tmp_path: Path) -> None:
-    plan = make_plan_in(tmp_path, None, ("0",))
-    budget = disk.estimate_disk_budget(plan, preflight(plan, None, (), 2, None, is_real=True), {})
-    checkpoint_bytes = disk.compute_checkpoint_bytes(read_shape("sokoban-tiny"), plan.ppo_config)
-    assert budget.scratch_bytes == 4 * checkpoint_bytes
 
 
 # Through Ray, with the runs on this machine and a folder as storage.

@@ -79,13 +79,9 @@ def test_what_nvidia_smi_prints_is_read() -> None:
         names = Gpu("0", "GPU-5a4b", "NVIDIA H100 80GB HBM3"), Gpu("1", "GPU-77aa", "NVIDIA H100, 94GB")
         assert detect_gpus({}) == names
     with print_in_nvidia_smi(MEMORY + COMPLAINT):
-        assert query_gpu_memory() == (
-            GpuMemory("GPU-5a4b", 81037, 81559),
-            GpuMemory("GPU-77aa", None, None),
-            GpuMemory("GPU-88cc", 1024, 81559),
-        )
+        assert query_gpu_memory() == {"GPU-5a4b": GpuMemory(81037, 81559), "GPU-88cc": GpuMemory(1024, 81559)}
     with print_in_nvidia_smi(PROCESSES + COMPLAINT):
-        assert query_gpu_processes() == (GpuProcess("GPU-88cc", 4242, 70000), GpuProcess("GPU-88cc", 4243, None))
+        assert query_gpu_processes() == (GpuProcess("GPU-88cc", 4242, 70000), GpuProcess("GPU-88cc", 4243, 0))
     for complaint in (COMPLAINT, "No devices were found\n", "No running processes found", ""):
         with print_in_nvidia_smi(complaint):
-            assert query_gpu_memory() == query_gpu_processes() == detect_gpus({}) == ()
+            assert (query_gpu_memory(), query_gpu_processes(), detect_gpus({})) == ({}, (), ())

@@ -21,10 +21,8 @@ from trainable.models.interface import PassSettings
 from trainable.models.load import freeze, make_frozen_copy
 from trainable.models.lora import make_adapted_policy
 from trainable.rollout.kv_cache_size import TURN_TOKENS, compute_max_tokens, compute_step_kv_bytes
-from trainable.rollout.vllm_sampler import EngineSettings
 from tune_study.placement import memory
-from tune_study.placement.memory import GIB, Allocation, list_allocations, sum_by_phase
-from tune_study.placement.model_size import ModelShape
+from tune_study.placement.memory import GIB, Allocation, ModelShape, list_allocations, sum_by_phase
 from tune_study.placement.time_estimate import estimate_update_flops
 
 TINY = "sokoban-tiny"
@@ -143,10 +141,6 @@ def test_a_block_keeps_what_autograd_saves(dtype: str, sizes: dict[str, int], ra
         saved_bytes.append(count_saved_bytes(model, positions))
     shape = ModelShape.model_validate(vars(model.shape))
     assert saved_bytes[1] - saved_bytes[0] == n_tokens_read * memory.compute_block_bytes(shape, config)
-
-
-def test_constants_are_those_of_the_trainer() -> None:
-    assert EngineSettings(torch.device("cuda"), "bfloat16", 3600).max_num_seqs == memory.VLLM_MAX_SEQS
 
 
 @pytest.mark.parametrize("turns", [1, 2, 5])

@@ -3,6 +3,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -12,19 +13,16 @@ from search_spaces.catalog import STUDIES
 from tests.fakes.plans import plan_study
 from trainable.config.run_config import apply_overrides
 from tune_study.host.gpus import Gpu
-from tune_study.placement import memory
-from tune_study.placement.memory import GIB, sum_by_phase
+from tune_study.placement import memory, resources
+from tune_study.placement.memory import GIB, Allocation, sum_by_phase
 from tune_study.placement.memory_plan import (
     GpuCapacity,
     MemoryPlan,
-    check_free_memory,
-    check_memory,
-    find_gpu_capacity,
     format_memory_plan,
     format_misfit,
     plan_memory,
 )
-from tune_study.placement.resources import preflight
+from tune_study.placement.resources import check_memory, find_gpu_capacity, preflight
 from tune_study.plan.errors import MisfitError, PlanError
 from tune_study.plan.study_plan import StudyPlan
 
@@ -91,12 +89,6 @@ def test_a_typed_placement_is_respected(swaps: bool) -> None:
     assert plan_gpu_memory({"trainer.swap_to_host": False}).fits is False
 
 
-def test_a_rank_that_was_chosen_stays() -> None:
-    small_card_plan = plan_gpu_memory(HALF_GPU | {"model.lora_rank": 128}, make_capacity(20))
-    assert not small_card_plan.fits
-    assert "model.lora_rank" not in format_misfit(small_card_plan, STUDIES["kl"])
-
-
 OVERSIZED_SETTINGS: list[Mapping[str, object]] = [
     HALF_GPU,
     {"model.path": "Qwen/Qwen2.5-7B"},
@@ -129,6 +121,10 @@ def test_what_nothing_helps_is_said_and_what_the_arms_differ_in_is_not_advised()
     assert "model.lora_rank" in format_misfit(gpu_plan, study)
     study = replace(study, axis=replace(study.axis, setting="model.lora_rank"))
     assert "model.lora_rank" not in format_misfit(gpu_plan, study)
+    # A rank that was chosen stays.
+    small_card_plan = plan_gpu_memory(HALF_GPU | {"model.lora_rank": 128}, make_capacity(20))
+    assert not small_card_plan.fits
+    assert "model.lora_rank" not in format_misfit(small_card_plan, STUDIES["kl"])
 
 
 def test_the_run_that_takes_most_is_shown() -> None:
@@ -193,45 +189,45 @@ def test_the_card_is_asked_for_or_seen_or_assumed(tmp_path: Path, monkeypatch: p
             find_gpu_capacity(invalid_size, ())
 
 
-def test_a_real_run_that_does_not_fit_is_refused_in_one_paragraph() -> None:
+def test_what_does_not_fit_a_known_card_or_the_host_is_refused_in_one_paragraph() -> None:
+    plan, gpu_plan = make_study_plan(HALF_GPU), plan_gpu_memory(HALF_GPU)
     with pytest.raises(MisfitError, match=r"DOES NOT FIT: policy backward takes .* --dry-run shows") as refusal:
-        check_memory(plan_gpu_memory(HALF_GPU), make_study_plan(HALF_GPU), ())
+        check_memory(gpu_plan, plan, ())
     assert "\n" not in str(refusal.value)
-
-
-def test_with_an_assumed_card_nothing_is_refused_or_placed() -> None:
     overrides = HALF_GPU | {"rollout.free_cache_engine": False, "trainer.swap_to_host": False}
-    gpu_plan = plan_gpu_memory(overrides, GpuCapacity(80 * GIB, "assumed", False))
-    assert (gpu_plan.fits, gpu_plan.placement_settings) == (False, {})
-    check_memory(gpu_plan, make_study_plan(HALF_GPU), ())
-
-
-def test_more_than_the_host_has_is_refused() -> None:
-    overrides = SMALL_MODEL | {"trainer.strategy": "deepspeed", "trainer.offload_optimizer": True}
-    gpu_plan = plan_gpu_memory(overrides)
+    assumed_plan = plan_gpu_memory(overrides, GpuCapacity(80 * GIB, "assumed", False))
+    assert (assumed_plan.fits, assumed_plan.placement_settings) == (False, {})
+    check_memory(assumed_plan, plan, ())
     with pytest.raises(MisfitError, match=r"runs at once need .* type --max-concurrent"):
-        check_memory(gpu_plan._replace(host_bytes=2**60), make_study_plan(overrides), ())
+        check_memory(assumed_plan._replace(host_bytes=2**60), plan, ())
 
 
 def test_memory_that_others_hold_is_refused_and_they_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, gpu_plan = make_study_plan({}), plan_gpu_memory({})
+
+    def check_free_memory(gib: int, gpus: tuple[Gpu, ...], *orphan_pids: int) -> None:
+        orphans = [SimpleNamespace(pid=pid) for pid in orphan_pids]
+        monkeypatch.setattr(resources, "find_orphans", lambda folder: orphans)
+        check_memory(gpu_plan._replace(allocations=[Allocation("weights", gib * GIB)], host_bytes=0), plan, gpus)
+
     fake_nvidia_smi(
         tmp_path,
         monkeypatch,
         "0, GPU-0000, 81000, 81559\n1, GPU-1111, 1024, 81559\n2, GPU-2222, [N/A], [N/A]\n",
         "GPU-1111, 4242, 70000\nGPU-1111, 4243, [N/A]\n",
     )
-    check_free_memory(60 * GIB, (FOUR_GPUS[0], FOUR_GPUS[2], FOUR_GPUS[3]), set())
-    check_free_memory(1 * GIB, FOUR_GPUS, set())
+    check_free_memory(60, (FOUR_GPUS[0], FOUR_GPUS[2], FOUR_GPUS[3]))
+    check_free_memory(1, FOUR_GPUS)
     refusal = (
         r"GPU 1 has 1\.0 GiB free and the runs on it need 60\.0 GiB; its memory is "
         r"used by PID 4242 \(68\.4 GiB\), 4243\. End these processes if they are orphans"
     )
-    with pytest.raises(PlanError, match=refusal):
-        check_free_memory(60 * GIB, FOUR_GPUS, set())
-    check_free_memory(60 * GIB, FOUR_GPUS, {4242})
+    with pytest.raises(MisfitError, match=refusal):
+        check_free_memory(60, FOUR_GPUS)
+    check_free_memory(60, FOUR_GPUS, 4242)
     fake_nvidia_smi(tmp_path, monkeypatch, "1, GPU-1111, 1024, 81559\n")
-    with pytest.raises(PlanError, match="used by processes that are not visible here"):
-        check_free_memory(60 * GIB, FOUR_GPUS, set())
+    with pytest.raises(MisfitError, match="used by processes that are not visible here"):
+        check_free_memory(60, FOUR_GPUS)
 
 
 def test_two_runs_on_one_card_need_twice_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.models.interface import ValueModel
 from trainable.models.qwen2 import Qwen2, Qwen2Trunk
 from trainable.models.qwen2_shape import Qwen2Shape
-from tune_study.placement.model_size import count_trained_parameters, read_model_shape
+from tune_study.placement.memory import count_trained_parameters
+from tune_study.placement.model_files import read_model_shape
 
 # Parameters of the Qwen2.5 models on the hub, from their cards.
 PUBLISHED = {

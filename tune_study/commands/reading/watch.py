@@ -150,8 +150,8 @@ def estimate_time_left(frames: StudyFrames) -> dict[str, str]:
         for run in runs
         if run["steps_done"] and not math.isnan(total := seconds.get(run["run_id"], math.nan))
     }
-    run_seconds: dict[str, float | None] = {}
-    trials: dict[str, list[float | None]] = {}
+    run_seconds: dict[str, float] = {}
+    trials: dict[str, list[float]] = {}
     for run in runs:
         run_id = run["run_id"]
         if run["status"] in OPEN_STATUSES and run["steps_total"] is not None:
