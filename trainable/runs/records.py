@@ -106,13 +106,13 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     Column(
         "pg_clipfrac",
         "fraction",
-        "trained tokens whose ratio is clipped, or that actor.policy_loss=cppo masks",
+        "trained tokens whose ratio is clipped (cppo: masked)",
         "actor/pg_clipfrac",
     ),
     Column(
         "pg_clipfrac_lower",
         "fraction",
-        "trained tokens with a negative advantage that the dual clip of actor.policy_loss=ppo_clip clips",
+        "trained tokens with a negative advantage that the dual clip clips; ppo_clip only",
         "actor/pg_clipfrac_lower",
     ),
     Column(
@@ -123,7 +123,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     Column(
         "stapo_silenced_fraction",
         "fraction",
-        "trained tokens without a policy loss because of STAPO; missing without actor.stapo_tau_p",
+        "trained tokens that STAPO silences; missing without actor.stapo_tau_p",
     ),
     Column("ppo_kl", "nats", "token mean of log pi_old - log pi, each clamped to [-20, 20]", "actor/ppo_kl"),
     Column("tpo_target_entropy", "nats", "entropy of TPO's target over a group, mean over groups; missing without TPO"),

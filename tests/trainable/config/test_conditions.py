@@ -103,10 +103,10 @@ BASES: Mapping[str, Settings] = {
     },
     "cppo": {
         "actor.policy_loss": "cppo",
-        "actor.cppo_delta": 0.01,
-        "actor.cppo_delta_b": 0.002,
+        "actor.cppo_delta": 0.02,
+        "actor.cppo_delta_b": 2e-3,
         "actor.ppo_epochs": 3,
-        "actor.lr": 3e-3,
+        "actor.lr": 3e-4,
     },
     "frozenlake": {
         "env.name": "frozenlake",
