@@ -159,6 +159,70 @@ def ppo_clip(logprob: float, old: float, advantage: float, low: float, high: flo
     return min(loss, -advantage * c) if advantage < 0 else loss
 
 
+def split_episodes(episode_index: Sequence[int]) -> list[list[int]]:
+    """The positions of the tokens of each episode."""
+    return [[i for i, e in enumerate(episode_index) if e == episode] for episode in sorted(set(episode_index))]
+
+
+def gspo(
+    logprobs: Row, old: Row, advantages: Row, episode_index: Sequence[int], low: float, high: float
+) -> list[float]:
+    losses = [0.0] * len(logprobs)
+    for tokens in split_episodes(episode_index):
+        mean = sum(logprobs[i] - old[i] for i in tokens) / len(tokens)
+        ratio = math.exp(min(max(mean, -20.0), 20.0))
+        for i in tokens:
+            losses[i] = max(-advantages[i] * ratio, -advantages[i] * min(max(ratio, 1 - low), 1 + high))
+    return losses
+
+
+def cispo(logprob: float, old: float, advantage: float, low: float, high: float) -> float:
+    ratio = math.exp(min(max(logprob - old, -20.0), 20.0))
+    return -advantage * min(max(ratio, 1 - low), 1 + high) * logprob
+
+
+def cppo(
+    logprobs: Row, old: Row, advantages: Row, episode_index: Sequence[int], delta: float, delta_b: float, w_min: float
+) -> list[float]:
+    """Algorithm 1 of the paper, token by token."""
+    losses = [0.0] * len(logprobs)
+    for tokens in split_episodes(episode_index):
+        weight_sum = divergence_sum = 0.0
+        for t, i in enumerate(tokens, 1):
+            ratio = math.exp(min(max(logprobs[i] - old[i], -20.0), 20.0))
+            weight = 1 - (1 - w_min) / (len(tokens) - 1) * (t - 1) if len(tokens) > 1 else 1.0
+            divergence = weight * abs(math.exp(logprobs[i]) - math.exp(old[i]))
+            bound = min(delta, delta + delta_b * weight_sum - divergence_sum)
+            if advantages[i] * (ratio - 1) <= 0 or divergence <= bound:
+                losses[i] = -advantages[i] * ratio
+            weight_sum, divergence_sum = weight_sum + weight, divergence_sum + divergence
+    return losses
+
+
+def spurious_tokens(
+    logprobs: Sequence[Row],
+    entropies: Sequence[Row],
+    advantages: Sequence[Row],
+    mask: Sequence[RowMask],
+    tau_p: float,
+    quantile: float,
+) -> set[tuple[int, int]]:
+    """The positions that STAPO silences."""
+    candidates = [
+        (b, t)
+        for b, row in enumerate(mask)
+        for t, is_trained in enumerate(row)
+        if is_trained and advantages[b][t] > 0 and logprobs[b][t] < math.log(tau_p)
+    ]
+    ordered = sorted(entropies[b][t] for b, t in candidates)
+    if not ordered:
+        return set()
+    place = quantile * (len(ordered) - 1)
+    below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
+    threshold = below + (above - below) * (place - math.floor(place))
+    return {(b, t) for b, t in candidates if entropies[b][t] < threshold}
+
+
 def kl(p: Row, q: Row) -> float:
     return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
 

@@ -47,11 +47,11 @@ class PolicyLoss(NamedTuple):
 
     loss: Tensor
     ratio: Tensor
-    """π(a|s) / π_old(a|s), without gradient."""
+    """π(a|s) / π_old(a|s), or its geometric mean over the episode for `gspo_loss`, without gradient."""
     clipped: Tensor
-    """bool: whether the clipped term is larger. Its token mean is `pg_clipfrac`."""
-    clipped_lower: Tensor
-    """bool: whether the bound of the dual clip applies. Its token mean is `pg_clipfrac_lower`."""
+    """bool: whether the clip or the mask of the loss applies. Its token mean is `pg_clipfrac`."""
+    clipped_lower: Tensor | None = None
+    """bool: whether the bound of the dual clip applies. Its token mean is `pg_clipfrac_lower`. None without one."""
 
 
 def ppo_clip_loss(
@@ -66,7 +66,7 @@ def ppo_clip_loss(
         logprobs: log π of the sampled tokens, nats; the gradient flows through it.
         old_logprobs: log π of the policy at the start of the update.
         advantages: A.
-        clip_low: ε_low, in [0, 1).
+        clip_low: ε_low, in [0, 1]. At 1 there is no lower bound.
         clip_high: ε_high, >= 0.
         clip_c: c > 1, the largest loss of a token with a negative advantage, in units of |A|.
 
@@ -95,6 +95,198 @@ def ppo_clip_loss(
     return PolicyLoss(
         loss, ratio.detach(), clipped_loss > unclipped_loss, is_negative & (pessimistic_loss > dual_clip_bound)
     )
+
+
+def gspo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    episode_index: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> PolicyLoss:
+    """Compute the loss of group sequence policy optimization per token, whose ratio is that of the episode.
+
+        s = exp(clamp(mean of logπ − logπ_old over the trained tokens of the episode, ±20))
+        ρ = sg(s) π / sg(π),   L = max(−A ρ, −A clamp(ρ, 1 − ε_low, 1 + ε_high))
+
+    where sg stops the gradient. Every token of an episode has the value ρ = s, and its own gradient s ∇logπ. If the
+    advantages of an episode are equal, as with critic-free estimators, the mean of L over its tokens has the value and
+    the gradient of the sequence form max(−A s, −A clamp(s, ...)). The paper averages over tokens and then over
+    sequences, so `seq-mean-token-mean` is its aggregation. The other modes only weight the episodes by their lengths.
+
+    Args:
+        logprobs: (N,) log π of the sampled tokens, nats; the gradient flows through it.
+        old_logprobs: (N,) log π of the policy at the start of the update.
+        advantages: (N,) A.
+        episode_index: (N,) int, the episode of each token. All trained tokens of an episode must be among the N.
+        clip_low: ε_low, in [0, 1]; 3e-4 in the paper, whose ratios vary less than those of tokens.
+        clip_high: ε_high, >= 0; 4e-4 in the paper.
+
+    Example:
+        Ratios 4 and 1 of two tokens have the geometric mean 2, which is clipped to 1.5; the other episode keeps 0.5.
+
+        >>> logprobs, episode_index = torch.tensor([4.0, 1.0, 0.5]).log(), torch.tensor([0, 0, 1])
+        >>> result = gspo_loss(logprobs, torch.zeros(3), torch.ones(3), episode_index, clip_low=0.2, clip_high=0.5)
+        >>> result.ratio.double().round(decimals=4).tolist(), result.clipped.tolist()
+        ([2.0, 2.0, 0.5], [True, True, False])
+        >>> result.loss.double().round(decimals=4).tolist()
+        [-1.5, -1.5, -0.5]
+
+    Source: Zheng et al. 2025, arXiv:2507.18071, eq. 7 for s and the form GSPO-token for L, as in published code (verl
+    `policy_loss.loss_mode=gspo`, which clamps the exponent at 10 instead). No dual clip.
+    Degenerate: for episodes of one token, `ppo_clip_loss` without a dual clip. No tokens give an empty result. Beyond
+    ±20 the gradient is 0.
+    """
+    # Sums in float64, since the paper's clip ranges are smaller than the rounding errors of a long float32 sum.
+    log_ratios = (logprobs - old_logprobs).detach().double()
+    counts = torch.bincount(episode_index)
+    sums = log_ratios.new_zeros(len(counts)).index_add(0, episode_index, log_ratios)
+    log_ratio_means = (sums / counts)[episode_index].to(logprobs.dtype)
+    # The bracket is 0 and has the gradient of the token's log-prob.
+    log_ratio = (log_ratio_means + (logprobs - logprobs.detach())).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = log_ratio.exp()
+    unclipped_loss = -advantages * ratio
+    clipped_loss = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    return PolicyLoss(torch.maximum(unclipped_loss, clipped_loss), ratio.detach(), clipped_loss > unclipped_loss)
+
+
+def cispo_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> PolicyLoss:
+    """Compute REINFORCE with a clipped importance weight per token.
+
+        ρ = exp(clamp(logπ − logπ_old, ±20)),   L = −A sg(clamp(ρ, 1 − ε_low, 1 + ε_high)) logπ
+
+    where sg stops the gradient. A clipped token keeps the gradient of its log-prob with a bounded weight, while
+    `ppo_clip_loss` drops it.
+
+    Args:
+        logprobs: log π of the sampled tokens, nats; the gradient flows through it.
+        old_logprobs: log π of the policy at the start of the update.
+        advantages: A.
+        clip_low: ε_low, in [0, 1]. At 1 there is no lower bound, as MiniMax-M1 and ScaleRL train.
+        clip_high: ε_high, >= 0. ScaleRL and TRL set the largest weight, ε_max = 1 + ε_high; ScaleRL chose 5.
+
+    Example:
+        Weights 2 (clipped to 1.5) and 0.5, times minus the log-probs.
+
+        >>> logprobs = torch.tensor([-1.0, -1.0])
+        >>> old_logprobs = logprobs - torch.tensor([2.0, 0.5]).log()
+        >>> result = cispo_loss(logprobs, old_logprobs, torch.tensor([1.0, -1.0]), clip_low=1.0, clip_high=0.5)
+        >>> result.loss.double().round(decimals=4).tolist(), result.clipped.tolist()
+        ([1.5, -0.5], [True, False])
+
+    Source: MiniMax 2025, arXiv:2506.13585, eq. 4 and 5; Khatri et al. 2025, arXiv:2510.13786 (ScaleRL); published code
+    (verl `policy_loss.loss_mode=cispo`, TRL `loss_type=cispo`, which has no lower bound).
+    Degenerate: at ρ = 1 the gradient is −A ∇logπ, as in REINFORCE. A = 0 gives 0. The value of L depends on logπ, so it
+    is not near 0 on average.
+    """
+    ratio = compute_log_ratio(logprobs, old_logprobs).detach().exp()
+    weights = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return PolicyLoss(-advantages * weights * logprobs, ratio, weights != ratio)
+
+
+def cppo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    episode_index: Tensor,
+    delta: float,
+    delta_b: float,
+    w_min: float,
+) -> PolicyLoss:
+    """Compute the policy loss per token, with a trust region that depends on the position and on the prefix.
+
+        ρ_t = exp(clamp(logπ − logπ_old, ±20)),   D_t = |π − π_old|,   w_t = 1 − (1 − w_min)(t − 1) / (T − 1)
+        c_t = min(δ, δ + δ_b Σ_{j<t} w_j − Σ_{j<t} w_j D_j)
+        L_t = −A_t ρ_t   where A_t (ρ_t − 1) <= 0 or w_t D_t <= c_t,   else 0
+
+    t = 1 ... T counts the trained tokens of an episode. Early tokens may move less, as later ones depend on them, and
+    a prefix whose weighted mean of D exceeds δ_b leaves less to the next token. Updates back towards π_old are kept.
+
+    Args:
+        logprobs: (N,) log π of the sampled tokens, nats; the gradient flows through it.
+        old_logprobs: (N,) log π of the policy at the start of the update. The paper takes the policy that sampled.
+        advantages: (N,) A.
+        episode_index: (N,) int, ascending: the episode of each token, in the order of the tokens. All trained tokens of
+            an episode must be among the N.
+        delta: δ > 0, the largest weighted divergence of a token, a difference of probabilities.
+        delta_b: δ_b >= 0, the mean divergence of a prefix beyond which it tightens the bound.
+        w_min: weight of the last token, in (0, 1].
+
+    Example:
+        Both tokens move by 0.1. With δ = 0.1 and no budget for prefixes, nothing is left to the second.
+
+        >>> logprobs, old_logprobs = torch.tensor([0.6, 0.6]).log(), torch.tensor([0.51, 0.51]).log()
+        >>> result = cppo_loss(
+        ...     logprobs, old_logprobs, torch.ones(2), torch.tensor([0, 0]), delta=0.1, delta_b=0.0, w_min=0.8
+        ... )
+        >>> result.clipped.tolist(), result.loss.double().round(decimals=4).tolist()
+        ([False, True], [-1.1765, -0.0])
+
+    Source: Mao et al. 2026, arXiv:2606.10968, eq. 8 to 11 and algorithm 1, with δ = 0.15, δ_b = 0.015 and w_min = 0.8
+    for dense models. D is the binary form, which needs no other tokens; the paper's results are with the 20 most likely
+    ones, and its base models set δ_b from the quantiles of each episode, which is missing here.
+    Degenerate: with w_min = 1 and large δ_b, the uniform bound D <= δ. At ρ = 1 the gradient is −A ∇logπ. No tokens
+    give an empty result.
+    """
+    ratio = compute_log_ratio(logprobs, old_logprobs).exp()
+    with torch.no_grad():
+        counts = torch.bincount(episode_index)
+        starts, lengths = (counts.cumsum(0) - counts)[episode_index], counts[episode_index]
+        positions = torch.arange(len(episode_index), device=episode_index.device) - starts
+        # Sums of thousands of small numbers, in float64.
+        weights = 1 - (1 - w_min) * positions.double() / (lengths - 1).clamp(min=1)
+        divergences = weights * (logprobs.double().exp() - old_logprobs.double().exp()).abs()
+        weight_sums, divergence_sums = (
+            totals - totals[starts] for totals in (x.cumsum(0) - x for x in (weights, divergences))
+        )
+        bounds = (delta + delta_b * weight_sums - divergence_sums).clamp(max=delta)
+        is_masked = (advantages * (ratio - 1) > 0) & (divergences > bounds)
+    return PolicyLoss(-advantages * ratio * ~is_masked, ratio.detach(), is_masked)
+
+
+@torch.no_grad()
+def find_spurious_tokens(
+    logprobs: Tensor, entropies: Tensor, advantages: Tensor, mask: Tensor, tau_p: float, quantile: float
+) -> Tensor:
+    """Find the tokens that STAPO silences: unlikely ones that are rewarded although the policy was nearly certain.
+
+        C = trained tokens with A > 0 and π < τ_p,   silenced: tokens of C with H below the q-quantile of H over C
+
+    A silenced token has no policy loss, and the loss is aggregated over the other trained tokens.
+
+    Args:
+        logprobs: (B, T) log π of the sampled tokens, nats.
+        entropies: (B, T) H, entropy of π at the sampled tokens, nats.
+        advantages: (B, T) A.
+        mask: (B, T) bool, the trained tokens of a mini-batch.
+        tau_p: τ_p, in (0, 1]; 0.002 in the paper.
+        quantile: q, in [0, 1]; 0.75 in the paper. The quantile interpolates linearly.
+
+    Returns (B, T) bool.
+
+    Example:
+        Three tokens are unlikely and rewarded. The median of their entropies is 0.4.
+
+        >>> probs, entropies = torch.tensor([[0.001, 0.001, 0.001, 0.9]]), torch.tensor([[0.1, 0.4, 2.0, 0.1]])
+        >>> mask = torch.ones(1, 4, dtype=torch.bool)
+        >>> find_spurious_tokens(probs.log(), entropies, torch.ones(1, 4), mask, tau_p=0.002, quantile=0.5).tolist()
+        [[True, False, False, False]]
+
+    Source: Liu et al. 2026, arXiv:2602.15620 (STAPO), definition of the S2T mask, in its version of May 2026. Its
+    algorithm takes π and H from the current policy, as far as the text that we could read shows. The caller here takes
+    the policy that sampled, which is the current one at the first optimizer step of a training step: the mask is then
+    known before the passes, and does not depend on how they are cut. Whether the authors' code takes the quantile over
+    a mini-batch, as the paper says, or over a micro-batch could not be verified.
+    Degenerate: fewer than two tokens in C silence nothing, and so does q = 0.
+    """
+    is_candidate = mask & (advantages > 0) & (logprobs < math.log(tau_p))
+    if not bool(is_candidate.any()):
+        return is_candidate
+    threshold = torch.quantile(entropies[is_candidate].double(), quantile)
+    return is_candidate & (entropies.double() < threshold)
 
 
 class ValueLoss(NamedTuple):

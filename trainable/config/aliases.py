@@ -7,11 +7,12 @@ ALIASES: dict[str, str] = {
         f"actor_rollout_ref.actor.{name}": f"actor.{name}"
         for name in (
             *("use_kl_loss", "kl_loss_coef", "kl_loss_type", "entropy_coeff", "entropy_from_logits_with_chunking"),
-            *("filter_loss_scaling", "loss_agg_mode", "clip_ratio_low", "clip_ratio_high"),
+            *("filter_loss_scaling", "loss_agg_mode", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
             *("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu"),
         )
     },
     "actor_rollout_ref.actor.optim.lr": "actor.lr",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "actor.policy_loss",
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": "rollout.ref_log_prob_micro_batch_size_per_gpu",
     **{
         f"actor_rollout_ref.rollout.{name}": f"rollout.{name}"
@@ -72,6 +73,11 @@ SYNONYMS: dict[str, str] = {
     "max_grad_norm": "grad_clip",
     "scale_rewards": "norm_adv_by_std_in_grpo",
     "loss_type": "loss_agg_mode",
+    "loss_mode": "policy_loss",
+    "importance_sampling_level": "policy_loss",
+    "mask_ratio_high": "tis_imp_ratio_cap",
+    "mask_ratio_low": "tis_imp_ratio_floor",
+    "ratio_type": "tis_mode",
 }
 """Maps the names of settings in other trainers to the last part of their name here."""
 

@@ -53,7 +53,7 @@ class PolicyLossKind:
 
     needs_whole_groups: whether the loss is computed over whole groups. If so, mini-batches must not split a group, and
     rollouts must not be copied to fill mini-batches. needs_pass_before_step: whether a forward pass without gradients
-    precedes each optimizer step. settings: settings of `actor` that only this loss reads.
+    precedes each optimizer step. settings: settings of `actor` that this loss reads and some others do not.
     """
 
     needs_whole_groups: bool = False
@@ -64,13 +64,19 @@ class PolicyLossKind:
 POLICY_LOSSES: Mapping[str, PolicyLossKind] = MappingProxyType(
     {
         "ppo_clip": PolicyLossKind(settings=("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")),
+        "gspo": PolicyLossKind(settings=("clip_ratio_low", "clip_ratio_high")),
+        "cispo": PolicyLossKind(settings=("clip_ratio_low", "clip_ratio_high")),
+        "cppo": PolicyLossKind(settings=("cppo_delta", "cppo_delta_b", "cppo_w_min")),
         "tpo": PolicyLossKind(needs_whole_groups=True, needs_pass_before_step=True, settings=("tpo_eta",)),
     }
 )
-"""The available policy losses, by their name in the setting actor.policy_loss."""
+"""The available policy losses, by their name in the setting actor.policy_loss.
+
+`trainable.ppo.update` calls their formulas, which are in `trainable.algo.losses` and `trainable.algo.target_policy`.
+"""
 
 OWN_LOSS = PolicyLossKind()
-"""The assumed requirements of a plug-in loss, which is computed per token."""
+"""The assumed requirements of a plug-in loss, which is computed per token or per episode."""
 
 
 @dataclass(frozen=True)

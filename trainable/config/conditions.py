@@ -171,17 +171,23 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
     *derive_conditions("filter.rollout_filter_top_p_prob_mode", {"linear": ("rollout_filter_selection_eps",)}),
     # Losses and advantages.
     ReadCondition(
-        r"actor\.(clip_ratio_.*|filter_loss_scaling)|algorithm\.norm_adv_by_std_in_grpo",
+        r"actor\.stapo_entropy_quantile",
+        lambda c: c.actor.stapo_tau_p is not None,
+        "it needs a threshold of probabilities: type --set actor.stapo_tau_p=0.002 as well",
+    ),
+    ReadCondition(
+        r"actor\.(clip_ratio_.*|cppo_.*|stapo_.*|filter_loss_scaling)|algorithm\.norm_adv_by_std_in_grpo",
         lambda c: not c.algorithm.zero_task_advantage,
         "it needs algorithm.zero_task_advantage=False",
     ),
     ReadCondition(
-        r"actor\.clip_ratio_.*",
+        r"actor\.(clip_ratio|cppo)_.*",
         lambda c: (
             c.model.dtype != "float32"
             or (_updates_policy(c) and not _has_one_update(c, c.actor))
             or c.rollout.trains_from_engine_logprobs
-            or min(c.actor.clip_ratio_low, c.actor.clip_ratio_high, c.actor.clip_ratio_c - 1) < SMALLEST_CLIP
+            or min(c.actor.clip_ratio_low, c.actor.clip_ratio_high, c.actor.clip_ratio_c - 1, c.actor.cppo_delta)
+            < SMALLEST_CLIP
         ),
         "a step makes one update, whose ratios are 1: set actor.ppo_epochs=2, or a smaller actor.ppo_mini_batch_size",
     ),

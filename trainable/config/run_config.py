@@ -266,6 +266,7 @@ class RunConfig(BaseRunConfig):
                 "actor",
                 ("tis_mode", "tis_imp_ratio_floor"),
             ),
+            (actor.stapo_tau_p is not None, "actor", ("stapo_tau_p", "stapo_entropy_quantile")),
             (model.compiled_passes, "model", ("compiled_passes",)),
             (model.dtype == "float16", "model", ("loss_scale",)),
             (model.head_dtype != "model" and model.dtype != "float32", "model", ("head_dtype",)),
@@ -326,6 +327,11 @@ def _find_batch_conflicts(config: RunConfig) -> Iterator[str]:
             f"filter.rollout_filter_metric={metric} is made of them: set another metric, or "
             "rollout.recompute_logprobs=true"
         )
+    if not config.rollout.has_entropies and config.actor.stapo_tau_p is not None:
+        yield (
+            "rollout.recompute_logprobs=False leaves the run without entropies, because vLLM reports none, and "
+            "actor.stapo_tau_p reads them: set actor.stapo_tau_p=null, or rollout.recompute_logprobs=true"
+        )
     # A step multiplies the coefficient by 1 + error * batch size / horizon, with an error of at least -0.2.
     # Below this bound the product could be 0 or negative, and a negative coefficient would reward the KL.
     if has_adaptive_kl and kl_ctrl.horizon <= 0.2 * batch_size:
@@ -364,6 +370,8 @@ def _find_target_policy_conflicts(config: RunConfig) -> Iterator[str]:
         yield "still pulls towards the old policy when all skills are 0: set algorithm.zero_task_advantage=false"
     if actor.tis_imp_ratio_cap is not None:
         yield "weights sequences, while truncated importance weights are per token: set actor.tis_imp_ratio_cap=null"
+    if actor.stapo_tau_p is not None:
+        yield "weights sequences, of which no token can be left out: set actor.stapo_tau_p=null"
     if config.rollout.trains_from_engine_logprobs:
         yield (
             "sums log-probs over whole rollouts, and with them the mismatch of the engine: set "
@@ -393,6 +401,8 @@ def _find_tree_conflicts(config: RunConfig) -> Iterator[str]:
         yield "has one reward for all rollouts of a tree: set algorithm.use_kl_in_reward=false"
     if config.actor.tis_imp_ratio_cap is not None:
         yield "weights tokens itself: set actor.tis_imp_ratio_cap=null"
+    if config.actor.stapo_tau_p is not None:
+        yield "weights tokens itself: set actor.stapo_tau_p=null"
     if config.trainer.gradient_analysis_mode:
         yield (
             "trains trees, of which there is no gradient analysis: set trainer.gradient_analysis_mode=false (their "

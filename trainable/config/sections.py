@@ -300,15 +300,28 @@ class ActorConfig(OptimConfig):
     """The policy's losses and optimizer."""
 
     policy_loss: Common[PolicyLossName] = "ppo_clip"
-    """PPO with clipped token ratios, or target policy optimization over the rollouts of a group"""
+    """ppo_clip: clipped token ratios; gspo: clipped ratios of episodes, for clip ranges such as 3e-4 and 4e-4; cispo:
+    REINFORCE with clipped token ratios as weights; cppo: a bound on the change of a token's probability that depends on
+    its prefix; tpo: target policy optimization over the rollouts of a group"""
     tpo_eta: Positive = 1.0
     """tpo temperature: the skill that makes a rollout e times as likely in the target"""
-    clip_ratio_low: Common[FractionBelowOne] = 0.2
-    """lower clip range: ratios are clipped to >= 1 - this"""
+    clip_ratio_low: Common[Fraction] = 0.2
+    """lower clip range: ratios are clipped to >= 1 - this; 1: no lower bound, as cispo was published"""
     clip_ratio_high: Common[NonNegative] = 0.28
     """upper clip range: ratios are clipped to <= 1 + this"""
     clip_ratio_c: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 3.0
     """dual clip: upper bound of the ratio for negative advantages"""
+    cppo_delta: Positive = 0.15
+    """cppo: the largest change of a token's probability at the start of an episode"""
+    cppo_delta_b: NonNegative = 0.015
+    """cppo: the mean change over a prefix beyond which less is allowed after it"""
+    cppo_w_min: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """cppo: weight of the last token's change; it falls from 1 at the first token"""
+    stapo_tau_p: Annotated[float | None, ParseNull] = Field(None, gt=0, le=1)
+    """STAPO: drop the policy loss of tokens with a positive advantage and a probability below this, such as 0.002, and
+    low entropy; null: off"""
+    stapo_entropy_quantile: Fraction = 0.75
+    """with stapo_tau_p: the fraction of these tokens, those of lowest entropy, that is dropped"""
     loss_agg_mode: LossAggMode = "token-mean"
     """how token losses are aggregated; token-mean, as published, is a mean of the means of micro-batches, and
     token-mean-global a mean over all tokens of a mini-batch"""

@@ -251,8 +251,9 @@ class _Probe:
         """Measure gradient norm and value of each term of one mini-batch's loss."""
         mode, micro_batch_size = self.update.settings.loss_agg_mode, self.update.settings.ppo_micro_batch_size_per_gpu
         padded_length, needs_padding = self.batch.tokens.shape[1], self.update.model.model.needs_padding
+        targets = self.update.silence_tokens(self.batch, self.targets, index, micro_batch_size)
         pass_inputs = make_passes(
-            self.batch, self.targets, index, mode, micro_batch_size, padded_length, needs_padding=needs_padding
+            self.batch, targets, index, mode, micro_batch_size, padded_length, needs_padding=needs_padding
         )
         gradient_sums: ComponentGradients = {}
         losses: dict[str, float] = {}
@@ -334,6 +335,9 @@ class _Probe:
         divisors, bucket_sums, world = self._compute_divisors(), self.make_empty_sums(), self.update.backend.world
         weights = divisors.sum() * compute_loss_weights(self.batch.mask, self.update.settings.loss_agg_mode)
         targets = self.targets._replace(loss_weights=weights.float())
+        targets = self.update.silence_tokens(self.batch, targets, torch.arange(len(divisors)))
+        if targets.policy_weights is not None:
+            targets = targets._replace(policy_weights=(divisors.sum() * targets.policy_weights).float())
         # A cell is a pair of folds; -1 for episodes that are not chosen.
         cells = torch.where(is_chosen, bucket_folds * FOLDS + batch_folds, -1)
         chosen_cells = sorted(set(cells[is_chosen].tolist()))[world.rank :: world.size]

@@ -5,10 +5,11 @@ Every aggregation is a weighted sum over tokens, so a mini-batch can be split an
 without changing its loss: the weights reproduce the published micro-batches, and memory limits the passes.
 """
 
+import inspect
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,6 @@ from trainable.algo.vocabulary import compute_token_statistics, logprobs_from_hi
 from trainable.backend.meter import Meter
 from trainable.backend.torch_backend import Backend
 from trainable.backend.world import SINGLE_PROCESS, World, shard_rows
-from trainable.config.choices import POLICY_LOSSES
 from trainable.config.constants import CHUNK_ELEMENTS, TOKENS_PER_PASS
 from trainable.config.own_parts import get_part
 from trainable.config.sections import ActorConfig, CriticConfig, OptimConfig
@@ -38,6 +38,8 @@ class Targets(NamedTuple):
     ref_logprobs: None if there was no pass of the reference. sequence_weights: (B,), only for the tpo loss, where minus
     the weight of a sequence is the coefficient of its log-probs (see `ActorUpdate.make_tpo_targets`). loss_weights: the
     weight of each token, if all episodes are one mini-batch; None if the loss is aggregated by its mode.
+    policy_weights: the weight of each token in the policy loss, if it differs from its weight in the other terms (see
+    `ActorUpdate.silence_tokens`).
     """
 
     advantages: Tensor
@@ -46,6 +48,7 @@ class Targets(NamedTuple):
     ref_logprobs: Tensor | None
     sequence_weights: Tensor | None = None
     loss_weights: Tensor | None = None
+    policy_weights: Tensor | None = None
 
     def select_rows(self, index: Tensor, longest: int) -> "Targets":
         """Select the targets of the episodes at `index` (N,), cut to `longest` tokens."""
@@ -63,6 +66,10 @@ class PassInputs(NamedTuple):
     def select_trained(self, tensor: Tensor) -> Tensor:
         """Select the values (N,) of a (B, T) tensor at the trained tokens."""
         return tensor[self.batch.mask]
+
+    def find_episode_index(self) -> Tensor:
+        """Find the episode (N,) of each trained token: its row in the pass, which has all tokens of its episodes."""
+        return self.batch.mask.nonzero()[:, 0]
 
 
 def make_passes(
@@ -199,6 +206,19 @@ def compute_value_loss(values: Tensor, inputs: PassInputs, cliprange: float, met
     return weighted_loss
 
 
+TokenLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Maps log-probs, old log-probs, advantages and episode index, (N,) each, to the loss (N,) of each token."""
+
+
+def adapt_own_loss(loss: Callable[..., Tensor]) -> TokenLoss:
+    """Adapt a plug-in loss, which gets the episode index only if it has a parameter of the name `episode_index`."""
+    if "episode_index" in inspect.signature(loss).parameters:
+        return lambda logprobs, old_logprobs, advantages, episode_index: loss(
+            logprobs, old_logprobs, advantages, episode_index=episode_index
+        )
+    return lambda logprobs, old_logprobs, advantages, episode_index: loss(logprobs, old_logprobs, advantages)
+
+
 @dataclass(frozen=True)
 class ActorUpdate:
     """The update of the policy.
@@ -230,9 +250,9 @@ class ActorUpdate:
 
         def get_targets(rows: Tensor) -> Targets:
             # The targets of tpo depend on the current weights, which change with every optimizer step.
-            return (
-                self.make_tpo_targets(batch, targets, rows, meter) if settings.loss.needs_pass_before_step else targets
-            )
+            if settings.loss.needs_pass_before_step:
+                return self.make_tpo_targets(batch, targets, rows, meter)
+            return self.silence_tokens(batch, targets, rows, settings.ppo_micro_batch_size_per_gpu)
 
         return _run_optimizer_steps(
             self.backend,
@@ -247,6 +267,30 @@ class ActorUpdate:
             needs_padding=self.model.model.needs_padding,
             takes_all=targets.loss_weights is not None,
         )
+
+    def silence_tokens(
+        self, batch: Batch, targets: Targets, rows: Tensor, micro_batch_size: int | None = None
+    ) -> Targets:
+        """Add `policy_weights` to `targets`, without the tokens that STAPO silences in the mini-batch `rows` (n,).
+
+        The remaining tokens are aggregated as if the others were not trained. micro_batch_size: as in `make_passes`.
+        """
+        settings, mask = self.settings, batch.mask[rows]
+        if settings.stapo_tau_p is None:
+            return targets
+        is_silenced = losses.find_spurious_tokens(
+            batch.logprobs[rows],
+            batch.entropies[rows],
+            targets.advantages[rows],
+            mask,
+            settings.stapo_tau_p,
+            settings.stapo_entropy_quantile,
+        )
+        policy_weights = torch.zeros_like(batch.logprobs)
+        policy_weights[rows] = compute_loss_weights(
+            mask & ~is_silenced, settings.loss_agg_mode, micro_batch_size, batch.tokens.shape[1]
+        )
+        return targets._replace(policy_weights=policy_weights)
 
     def make_tpo_targets(self, batch: Batch, targets: Targets, rows: Tensor, meter: Meter) -> Targets:
         """Add `sequence_weights` to `targets` for a tpo step on the mini-batch `rows` (n,).
@@ -328,24 +372,11 @@ class ActorUpdate:
             # gradient of the loss, but not its value, which `make_tpo_targets` has recorded already.
             token_weights = inputs.targets.sequence_weights[:, None].expand(inputs.batch.mask.shape)
             return -(inputs.select_trained(token_weights) * logprobs).sum()
-        advantages, token_sums = inputs.select_trained(inputs.targets.advantages), {"ppo_kl": ppo_kl_sum}
-        if settings.policy_loss in POLICY_LOSSES:
-            policy_loss = losses.ppo_clip_loss(
-                logprobs,
-                old_logprobs,
-                advantages,
-                settings.clip_ratio_low,
-                settings.clip_ratio_high,
-                settings.clip_ratio_c,
-            )
-            token_loss = policy_loss.loss
-            token_sums |= {
-                "pg_clipfrac": policy_loss.clipped.sum(),
-                "pg_clipfrac_lower": policy_loss.clipped_lower.sum(),
-            }
-        else:
-            token_loss = get_part(settings.policy_loss)(logprobs, old_logprobs, advantages)
-        weights = inputs.weights
+        token_loss, clip_sums = self._compute_token_loss(inputs, logprobs, old_logprobs)
+        token_sums, weights = {"ppo_kl": ppo_kl_sum, **clip_sums}, inputs.weights
+        if inputs.targets.policy_weights is not None:
+            weights = inputs.select_trained(inputs.targets.policy_weights)
+            token_sums["stapo_silenced_fraction"] = (weights == 0).sum()
         # An engine's log-probs differ from the trainer's by rounding, for which these weights correct the loss of the
         # sampled tokens. RunConfig rejects them for tpo, which weights sequences.
         if settings.tis_imp_ratio_cap is not None:
@@ -364,6 +395,36 @@ class ActorUpdate:
         pg_loss = (weights * token_loss).sum()
         meter.add(len(old_logprobs), {"pg_loss": pg_loss.detach()}, token_sums)
         return pg_loss
+
+    def _compute_token_loss(
+        self, inputs: PassInputs, logprobs: Tensor, old_logprobs: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the policy loss (N,) of each token, and the number of tokens that it clips, by column."""
+        settings = self.settings
+        tokens = (logprobs, old_logprobs, inputs.select_trained(inputs.targets.advantages))
+        clip_range = (settings.clip_ratio_low, settings.clip_ratio_high)
+        formulas: dict[str, Callable[[], losses.PolicyLoss]] = {
+            "ppo_clip": lambda: losses.ppo_clip_loss(*tokens, *clip_range, settings.clip_ratio_c),
+            "gspo": lambda: losses.gspo_loss(*tokens, inputs.find_episode_index(), *clip_range),
+            "cispo": lambda: losses.cispo_loss(*tokens, *clip_range),
+            "cppo": lambda: losses.cppo_loss(
+                *tokens,
+                inputs.find_episode_index(),
+                settings.cppo_delta,
+                settings.cppo_delta_b,
+                settings.cppo_w_min,
+            ),
+        }
+        if settings.policy_loss not in formulas:  # a plug-in, of which it is unknown what it clips
+            return self._own_loss(*tokens, inputs.find_episode_index()), {}
+        policy_loss = formulas[settings.policy_loss]()
+        clipped_tokens = {"pg_clipfrac": policy_loss.clipped, "pg_clipfrac_lower": policy_loss.clipped_lower}
+        return policy_loss.loss, {name: mask.sum() for name, mask in clipped_tokens.items() if mask is not None}
+
+    @cached_property
+    def _own_loss(self) -> TokenLoss:
+        """The plug-in loss, whose signature is read once per update."""
+        return adapt_own_loss(get_part(self.settings.policy_loss))
 
     def _compute_reference_inputs(self, inputs: PassInputs, flat_positions: Tensor) -> tuple[Tensor, Tensor] | None:
         """Compute the reference's hidden states (N, hidden) for the exact KL, and return them with its head.

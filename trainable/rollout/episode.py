@@ -191,6 +191,7 @@ class Batch(NamedTuple):
     level. scores: (B,) float32, score of each episode. lengths: (B,) int64, tokens without padding. tree_ids: (B,)
     int64, equal for an episode and its children. is_root: (B,) bool, False for children. engine_logprobs: like
     `logprobs`, as reported by the engine if it has its own copy of the weights, otherwise equal to `logprobs`.
+    entropies: float32, entropy of the sampling distribution at each sampled token, in nats; 0 elsewhere.
     """
 
     tokens: Tensor
@@ -204,6 +205,7 @@ class Batch(NamedTuple):
     tree_ids: Tensor
     is_root: Tensor
     engine_logprobs: Tensor
+    entropies: Tensor
 
     def select_rows(self, index: Tensor) -> "Batch":
         """Select the episodes at `index` (N,), cut to the longest of them."""
@@ -255,6 +257,7 @@ def collate(episodes: Sequence[Episode]) -> Batch:
         engine_logprobs=pad(
             [episode.logprobs if episode.engine_logprobs is None else episode.engine_logprobs for episode in episodes]
         ),
+        entropies=pad([episode.entropies for episode in episodes]),
     )
 
 

@@ -260,6 +260,7 @@ def test_no_child_is_asked_where_none_may_be_and_markers_of_the_chat_format_are_
         ({"collapse_detection__first_turn_enabled": True}, "set collapse_detection.first_turn_enabled=false"),
         ({"algorithm__use_kl_in_reward": True}, "set algorithm.use_kl_in_reward=false"),
         ({"actor__tis_imp_ratio_cap": 2.0}, "set actor.tis_imp_ratio_cap=null"),
+        ({"actor__stapo_tau_p": 0.002}, "set actor.stapo_tau_p=null"),
     ],
 )
 def test_what_does_not_fit_trees_is_refused(overrides: dict[str, object], message: str) -> None:

@@ -59,6 +59,7 @@ BASES: Mapping[str, Settings] = {
         "actor.clip_ratio_c": 1.05,
         "actor.tis_imp_ratio_cap": 1.0,
         "actor.tis_mode": "token_mask",
+        "actor.stapo_tau_p": 0.5,
         "algorithm.bi_level_gae": True,
         "algorithm.use_kl_in_reward": True,
         "algorithm.kl_penalty": "low_var_kl",
@@ -86,6 +87,27 @@ BASES: Mapping[str, Settings] = {
     "analysis": {"trainer.gradient_analysis_mode": True, "trainer.gradient_analysis_only": True},
     "no task": {"algorithm.adv_estimator": "grpo", "algorithm.zero_task_advantage": True, "actor.entropy_coeff": 0.1},
     "tpo": {"algorithm.adv_estimator": "group_skill", "actor.policy_loss": "tpo"},
+    "gspo": {
+        "actor.policy_loss": "gspo",
+        "actor.clip_ratio_low": 3e-4,
+        "actor.clip_ratio_high": 4e-4,
+        "actor.ppo_epochs": 2,
+        "actor.lr": 3e-3,
+    },
+    "cispo": {
+        "actor.policy_loss": "cispo",
+        "actor.clip_ratio_low": 3e-3,
+        "actor.clip_ratio_high": 3e-3,
+        "actor.ppo_epochs": 2,
+        "actor.lr": 3e-3,
+    },
+    "cppo": {
+        "actor.policy_loss": "cppo",
+        "actor.cppo_delta": 0.02,
+        "actor.cppo_delta_b": 2e-3,
+        "actor.ppo_epochs": 3,
+        "actor.lr": 3e-4,
+    },
     "frozenlake": {
         "env.name": "frozenlake",
         "model.path": "frozenlake-tiny",
@@ -116,6 +138,7 @@ ALTERNATIVES: Mapping[str, Settings] = {
     "rollout.weight_noise": {"rollout.weight_noise": 0.001},
     "actor.clip_ratio_c": {"actor.clip_ratio_c": 1.01},
     "actor.policy_loss": {"actor.policy_loss": "tpo", "algorithm.adv_estimator": "group_skill"},
+    "actor.stapo_tau_p": {"actor.stapo_tau_p": 0.5},
     "actor.tis_imp_ratio_floor": {"actor.tis_mode": "token_mask", "actor.tis_imp_ratio_floor": 1},
     "algorithm.adv_estimator": {"algorithm.adv_estimator": "rloo"},
     "algorithm.kl_penalty": {"algorithm.kl_penalty": "mse"},
@@ -189,8 +212,8 @@ UNSEEN_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
 }
 """As UNSEEN, for settings that only another base reads."""
 COUNTS: Mapping[str, int] = {
-    "read": 66,
-    "not read": 70,
+    "read": 67,
+    "not read": 74,
     "execution": 21,
     MEMORY: 3,
     "names a file of the user": 2,
@@ -251,8 +274,9 @@ def train(config: RunConfig) -> Iterator[str]:
     for step in range(1, config.trainer.total_training_steps + 1):
         output = trainer.step()
         rows.append({"step": step, **drop_times(output.row)})
-        if rows[-1].get("tis_clipfrac") == 0:  # the column comes with a cap, also with one that no weight reaches
-            del rows[-1]["tis_clipfrac"]
+        for column in ("tis_clipfrac", "stapo_silenced_fraction"):
+            if rows[-1].get(column) == 0:  # it comes with a cap or a threshold, also with one that no token reaches
+                del rows[-1][column]
         evaluations = [evaluation._replace(episodes=()) for evaluation in output.evaluations]
         decisions = [evaluate_stop_rules(rows, config.early_stop, (rule,)) for rule in RULES]
         yield repr((rows[-1], evaluations, output.gradients, decisions))

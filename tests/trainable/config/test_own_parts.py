@@ -86,7 +86,9 @@ def test_a_file_that_cannot_be_executed_is_refused_with_its_line(text: str, mess
 
 
 def test_a_choice_says_what_is_allowed() -> None:
-    message = r"actor\.policy_loss=ppo: must be 'ppo_clip', 'tpo' or a part of yours, FILE\.py:NAME"
+    message = (
+        r"actor\.policy_loss=ppo: must be 'ppo_clip', 'gspo', 'cispo', 'cppo', 'tpo' or a part of yours, FILE\.py:NAME"
+    )
     with pytest.raises(ConfigError, match=message):
         apply_overrides(RunConfig(), {"actor.policy_loss": "ppo"})
     with pytest.raises(ConfigError, match=r"own_stop_rules\.0=rule: must be a part of yours"):

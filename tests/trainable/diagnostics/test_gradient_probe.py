@@ -363,3 +363,24 @@ def test_a_component_that_is_off_has_no_row() -> None:
     assert {row["component"] for row in findings.rows} == {"task", "total"}
     row = index_rows(findings)["all", "task"]
     assert (row["cosine_kl"], row["cosine_entropy"], row["cosine_task"]) == (None, None, pytest.approx(1))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "settings", [{"actor__policy_loss": "gspo"}, {"actor__policy_loss": "cppo"}, {"actor__stapo_tau_p": 0.5}], ids=str
+)
+def test_losses_over_episodes_and_silenced_tokens_have_the_gradients_of_their_update(settings: dict[str, Any]) -> None:
+    trainer = make_trained_trainer(**settings)
+    prepared, findings = probe(trainer, buckets=2)
+    rows, batch, actor = index_rows(findings), prepared.batch, trainer.make_actor_update()
+    all_rows, mode = torch.arange(len(batch.lengths)), trainer.config.actor.loss_agg_mode
+    for component in ("task", "kl"):
+        targets = actor.silence_tokens(batch, prepared.targets, all_rows)
+        gradient = compute_plain_gradient(trainer, make_passes(batch, targets, all_rows, mode), component)
+        assert rows["all", component]["mean_norm"] == pytest.approx(float(gradient.norm()), rel=1e-4)
+        norms = []
+        for index in order_length_stratified(batch.lengths).split(trainer.config.actor.ppo_mini_batch_size):
+            targets = actor.silence_tokens(batch, prepared.targets, index, actor.settings.ppo_micro_batch_size_per_gpu)
+            passes = make_passes(batch, targets, index, mode, actor.settings.ppo_micro_batch_size_per_gpu)
+            norms.append(float(compute_plain_gradient(trainer, passes, component).norm()))
+        assert rows["all", component]["norm"] == pytest.approx(float(np.mean(norms)), rel=1e-4)

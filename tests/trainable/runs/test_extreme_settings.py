@@ -27,6 +27,8 @@ EXTREMES = (0.0, *SIZES, *(-size for size in SIZES), 1e300, 1e-60)
 READERS: Mapping[str, Settings] = {
     # Settings with which a run reads others, whose names begin like the key.
     "actor.kl_loss": {"actor.use_kl_loss": True, "actor.kl_loss_type": "low_var_kl"},
+    "actor.cppo": {"actor.policy_loss": "cppo", "actor.ppo_epochs": 2},
+    "actor.stapo": {"actor.stapo_tau_p": 0.5},
     "actor.tpo_eta": {"actor.policy_loss": "tpo", "algorithm.adv_estimator": "group_skill"},
     "algorithm.kl_ctrl": {
         "algorithm.use_kl_in_reward": True,

@@ -109,7 +109,7 @@ def test_wrong_parts_end_a_dry_run_with_one_paragraph(text: str, part: str, mess
 def test_settings_list_that_a_part_is_allowed() -> None:
     lines = type_words("settings", "kl", "--all")[1].splitlines()
     (line,) = [line for line in lines if line.startswith("actor.policy_loss ")]
-    assert "ppo_clip | tpo | FILE.py:NAME" in line
+    assert "ppo_clip | gspo | cispo | cppo | tpo | FILE.py:NAME" in line
 
 
 @pytest.mark.long
