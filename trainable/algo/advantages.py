@@ -212,6 +212,7 @@ def grpo(
     mask: Tensor,
     norm_by_std: bool,
     *,
+    has_batch_std: bool = False,
     correction: int = 1,
     std_floor: float = STD_FLOOR,
     min_std: float = 0.0,
@@ -219,10 +220,12 @@ def grpo(
     """Compute group-relative advantages, one per sequence, on each of its trained tokens (B, T).
 
         A_i = (R_i − mean_g R) / (std_g R + std_floor)        without `norm_by_std`: A_i = R_i − mean_g R
-        where std_g R <= min_std: 0
+        where std_g R <= min_std: 0                           with `has_batch_std`: std R instead of std_g R
 
     Args:
         norm_by_std: divide by the group's standard deviation; False is Dr. GRPO.
+        has_batch_std: divide by the standard deviation of all B scores about their common mean, instead of the group's.
+            Groups of small spread then keep small advantages.
         correction: the divisor of the variance is G − correction.
         std_floor: added to the standard deviation, so that the division is safe.
         min_std: a standard deviation up to this value counts as rounding error, and the group gets no advantage.
@@ -238,14 +241,17 @@ def grpo(
         >>> grpo(scores, group_ids, mask, norm_by_std=True).double().round(decimals=4).tolist()  # std is √2
         [[0.7071, 0.7071], [-0.7071, 0.0]]
 
-    Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2; Liu et al. 2025, arXiv:2503.20783 (Dr. GRPO).
+    Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2; Liu et al. 2025, arXiv:2503.20783 (Dr. GRPO); Liu et al.
+    2025, arXiv:2508.08221 (Lite PPO: the batch's std; TRL `scale_rewards="batch"`, which adds 1e-4 to it).
     Degenerate: a group of one, or of equal scores, has advantage 0. The published code gives a group of one its raw
     score.
     """
     stats = _compute_group_stats(scores, group_ids, correction)
     if not norm_by_std:
         return _broadcast_to_tokens(stats.centered, mask, scores.dtype)
-    advantages = torch.where(stats.std <= min_std, 0, stats.centered / (stats.std + std_floor))
+    # As one group, the batch has the same guards against rounding.
+    std = _compute_group_stats(scores, torch.zeros_like(group_ids), correction).std if has_batch_std else stats.std
+    advantages = torch.where(std <= min_std, 0, stats.centered / (std + std_floor))
     return _broadcast_to_tokens(advantages, mask, scores.dtype)
 
 

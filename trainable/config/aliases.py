@@ -70,7 +70,6 @@ SYNONYMS: dict[str, str] = {
     "eval_steps": "test_freq",
     "save_steps": "save_freq",
     "max_grad_norm": "grad_clip",
-    "scale_rewards": "norm_adv_by_std_in_grpo",
     "loss_type": "loss_agg_mode",
 }
 """Maps the names of settings in other trainers to the last part of their name here."""

@@ -171,9 +171,15 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
     *derive_conditions("filter.rollout_filter_top_p_prob_mode", {"linear": ("rollout_filter_selection_eps",)}),
     # Losses and advantages.
     ReadCondition(
-        r"actor\.(clip_ratio_.*|filter_loss_scaling)|algorithm\.norm_adv_by_std_in_grpo",
+        r"actor\.(clip_ratio_.*|filter_loss_scaling)|algorithm\.(norm_adv_by_std_in_grpo|scale_rewards)",
         lambda c: not c.algorithm.zero_task_advantage,
         "it needs algorithm.zero_task_advantage=False",
+    ),
+    ReadCondition(
+        r"algorithm\.scale_rewards",
+        # `none` counts as read, since it turns the division off.
+        lambda c: c.algorithm.norm_adv_by_std_in_grpo or c.algorithm.scale_rewards == "none",
+        "it needs algorithm.norm_adv_by_std_in_grpo=True",
     ),
     ReadCondition(
         r"actor\.clip_ratio_.*",

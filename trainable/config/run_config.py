@@ -269,6 +269,9 @@ class RunConfig(BaseRunConfig):
             (model.compiled_passes, "model", ("compiled_passes",)),
             (model.dtype == "float16", "model", ("loss_scale",)),
             (model.head_dtype != "model" and model.dtype != "float32", "model", ("head_dtype",)),
+            (self.algorithm.critic_lam is not None, "algorithm", ("critic_lam",)),
+            # `none` is norm_adv_by_std_in_grpo=False, which is hashed.
+            (self.algorithm.scale_rewards == "batch", "algorithm", ("scale_rewards",)),
         ]
         unread_settings += [(section, names) for is_read, section, names in later_settings if not is_read]
         for section, names in unread_settings:

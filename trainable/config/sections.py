@@ -388,10 +388,15 @@ class AlgorithmConfig(SettingsSection):
     """advantage estimator; gae trains a critic, the others need none"""
     gamma: Common[Fraction] = Field(1.0, description="discount factor per token")
     lam: Common[Fraction] = Field(1.0, description="GAE lambda")
+    critic_lam: Annotated[Fraction | None, ParseNull] = None
+    """GAE lambda of the returns that the critic is fitted to; null: lam. VC-PPO and VAPO: 1, with lam=0.95"""
     bi_level_gae: bool = Field(False, description="gae: first over turns, then over the tokens of each turn")
     high_level_gamma: Fraction = Field(0.95, description="discount factor per turn, for bi_level_gae")
     norm_adv_by_std_in_grpo: bool = True
     """grpo: divide by the group's standard deviation (False: Dr. GRPO)"""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """grpo: the scores whose standard deviation norm_adv_by_std_in_grpo divides by; batch: all of the batch (Lite PPO);
+    none: turns norm_adv_by_std_in_grpo off"""
     tree_weighting: Literal["root-and-children", "one-per-tree"] = "root-and-children"
     """papers: weight of the root of a tree and of all its children, 1 each as published, or 1 together"""
     train_children: bool = Field(True, description="papers: train the children of a tree, too")
@@ -412,6 +417,13 @@ class AlgorithmConfig(SettingsSection):
             raise ValueError(f"bi_level_gae=True: needs adv_estimator=gae, not {self.adv_estimator}")
         if self.use_kl_in_reward and self.kl_penalty == EXACT_KL:
             raise ValueError("kl_penalty=full: needs whole distributions; in the reward use kl, abs, mse or low_var_kl")
+        return self
+
+    @model_validator(mode="after")
+    def _disable_scaling(self) -> Self:
+        if self.scale_rewards == "none":
+            # Written past the frozen pydantic model, before anyone else has the instance.
+            self.__dict__["norm_adv_by_std_in_grpo"] = False
         return self
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from trainable.algo.advantages import (
+    AdvantagesReturns,
     bi_level_gae,
     gae,
     group_skill,
@@ -129,7 +130,9 @@ def make_targets(
         advantages, returns = _compute_advantages(batch, rewards, values, settings)
     else:
         scores = _compute_scores(batch, rewards)
-        advantages = compute_tree_advantages(batch, scores, settings.norm_adv_by_std_in_grpo)
+        advantages = compute_tree_advantages(
+            batch, scores, settings.norm_adv_by_std_in_grpo, settings.scale_rewards == "batch"
+        )
         returns = torch.zeros_like(rewards)
         loss_weights = compute_tree_weights(
             batch.mask, batch.turns, batch.tree_ids, batch.is_root, settings.tree_weighting, settings.train_children
@@ -146,17 +149,23 @@ def _compute_advantages(
     """Compute advantages and returns (B, T) with the estimator. Without a critic, returns are 0 and unused."""
     if settings.estimator.needs_critic:
         assert values is not None
-        if settings.bi_level_gae:
-            estimate = bi_level_gae(
-                rewards, values, batch.mask, batch.turns, settings.gamma, settings.lam, settings.high_level_gamma
-            )
-        else:
-            estimate = gae(rewards, values, batch.mask, settings.gamma, settings.lam)
+        trajectories = (rewards, values, batch.mask)
+
+        def estimate(lam: float) -> AdvantagesReturns:
+            if settings.bi_level_gae:
+                return bi_level_gae(*trajectories, batch.turns, settings.gamma, lam, settings.high_level_gamma)
+            return gae(*trajectories, settings.gamma, lam)
+
+        advantages, returns = estimate(settings.lam)
+        if settings.critic_lam is not None:
+            returns = estimate(settings.critic_lam).returns
         # As published. Critic-free estimators center or whiten themselves.
-        return masked_whiten(estimate.advantages, batch.mask), estimate.returns
+        return masked_whiten(advantages, batch.mask), returns
     groups = (_compute_scores(batch, rewards), batch.group_ids, batch.mask)
     estimators: dict[str, Callable[[], Tensor]] = {
-        "grpo": lambda: grpo(*groups, settings.norm_adv_by_std_in_grpo),
+        "grpo": lambda: grpo(
+            *groups, settings.norm_adv_by_std_in_grpo, has_batch_std=settings.scale_rewards == "batch"
+        ),
         "rloo": lambda: rloo(*groups),
         "reinforce_plus_plus": lambda: reinforce_plus_plus(rewards, batch.mask, settings.gamma),
         "reinforce_plus_plus_baseline": lambda: reinforce_plus_plus_baseline(*groups),
@@ -175,16 +184,23 @@ def _compute_scores(batch: Batch, rewards: Tensor) -> Tensor:
     return (rewards * batch.mask).sum(1)
 
 
-def compute_tree_advantages(batch: Batch, scores: Tensor, norm_by_std: bool) -> Tensor:
+def compute_tree_advantages(batch: Batch, scores: Tensor, norm_by_std: bool, has_batch_std: bool = False) -> Tensor:
     """Compute the advantage of each root among the roots of its group, and give it to all tokens of its tree, (B, T).
 
-    scores: (B,) of each rollout, not read for children. norm_by_std: see `grpo`. The constants are from rlm_grpo: the
-    variance divides by G, and a std up to 1e-8 gives advantage 0.
+    scores: (B,) of each rollout, not read for children. norm_by_std, has_batch_std: see `grpo`. The constants are from
+    rlm_grpo: the variance divides by G, and a std up to 1e-8 gives advantage 0.
     """
     roots = batch.is_root
     one_token = torch.ones(int(roots.sum()), 1, dtype=torch.bool, device=scores.device)
     root_advantages = grpo(
-        scores[roots], batch.group_ids[roots], one_token, norm_by_std, correction=0, std_floor=1e-8, min_std=1e-8
+        scores[roots],
+        batch.group_ids[roots],
+        one_token,
+        norm_by_std,
+        has_batch_std=has_batch_std,
+        correction=0,
+        std_floor=1e-8,
+        min_std=1e-8,
     )
     of_tree = torch.zeros(int(batch.tree_ids.max()) + 1, dtype=scores.dtype, device=scores.device)
     of_tree = of_tree.index_put((batch.tree_ids[roots],), root_advantages[:, 0])

@@ -119,6 +119,7 @@ ALTERNATIVES: Mapping[str, Settings] = {
     "actor.tis_imp_ratio_floor": {"actor.tis_mode": "token_mask", "actor.tis_imp_ratio_floor": 1},
     "algorithm.adv_estimator": {"algorithm.adv_estimator": "rloo"},
     "algorithm.kl_penalty": {"algorithm.kl_penalty": "mse"},
+    "algorithm.critic_lam": {"algorithm.critic_lam": 0.5},
     "algorithm.kl_ctrl.target_kl": {"algorithm.kl_ctrl.target_kl": 100},
     "collapse_detection.compute_freq": {"collapse_detection.compute_freq": 3},
     "rollout.gradient_analysis_num_buckets": {"rollout.gradient_analysis_num_buckets": 1},
