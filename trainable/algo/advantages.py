@@ -24,6 +24,25 @@ class AdvantagesReturns(NamedTuple):
     returns: Tensor
 
 
+def compute_overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int, penalty_factor: float) -> float:
+    """Compute the soft overlong punishment, a number of at most 0 that is added to the reward of a reply.
+
+        0                                              where L <= L_max − L_buffer
+        −factor · (L − (L_max − L_buffer)) / L_buffer  above that, so −factor at L = L_max
+
+    num_tokens: tokens L of the reply. max_tokens: L_max, at which replies are cut. buffer_tokens: L_buffer >= 1, the
+    last tokens before that. penalty_factor: the punishment of a reply of L_max tokens, in units of the reward.
+
+    Example:
+        >>> [compute_overlong_penalty(n, max_tokens=10, buffer_tokens=4, penalty_factor=1.0) for n in (3, 6, 8, 10)]
+        [0.0, 0.0, -0.5, -1.0]
+
+    Source: Yu et al. 2025, arXiv:2503.14476 (DAPO), eq. 13, where the factor is 1; verl `overlong_buffer`.
+    Degenerate: with a buffer of L_max tokens, the punishment is proportional to the length.
+    """
+    return -penalty_factor * max(num_tokens - (max_tokens - buffer_tokens), 0) / buffer_tokens + 0.0
+
+
 @torch.no_grad()
 def conserve_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
     """Move each reward on an untrained token to the last trained token before it, or else to the first one after it.

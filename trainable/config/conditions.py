@@ -142,6 +142,14 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
         lambda c: c.env.papers.file is None,
         "the questions are those of env.papers.file, which must be null for generated ones",
     ),
+    ReadCondition(
+        r"env\.overlong_.*", lambda c: not c.env.kind.has_trees, "a tree is scored by its answer, whatever its length"
+    ),
+    ReadCondition(
+        r"env\.overlong_penalty_factor",
+        lambda c: c.env.overlong_buffer_len > 0,
+        "it needs env.overlong_buffer_len above 0",
+    ),
     # The engine.
     *derive_conditions(
         "rollout.name", {"vllm": ("(gpu_memory_utilization|kv_cache_gib|enforce_eager|free_cache_engine)",)}
@@ -164,8 +172,13 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
         "filter.rollout_filter_value keeps all groups: set a smaller one",
     ),
     ReadCondition(
-        r"filter\.rollout_filter_metric|actor\.filter_loss_scaling|early_stop\.empty_stop_steps",
+        r"filter\.(rollout_filter_metric|max_num_gen_batches)|actor\.filter_loss_scaling",
         lambda c: not (_keeps_all_groups(c) and c.filter.rollout_filter_include_zero),
+        "filter.rollout_filter_value keeps all groups: set a smaller one, or filter.rollout_filter_include_zero=False",
+    ),
+    ReadCondition(
+        r"early_stop\.empty_stop_steps",
+        lambda c: c.filter.masks_episodes or not (_keeps_all_groups(c) and c.filter.rollout_filter_include_zero),
         "filter.rollout_filter_value keeps all groups: set a smaller one, or filter.rollout_filter_include_zero=False",
     ),
     *derive_conditions("filter.rollout_filter_top_p_prob_mode", {"linear": ("rollout_filter_selection_eps",)}),

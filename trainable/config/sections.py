@@ -125,6 +125,11 @@ class EnvConfig(SettingsSection):
     max_actions_per_traj: int = Field(10, ge=1, description="maximum actions executed per episode")
     format_penalty: Annotated[float, Field(le=0, allow_inf_nan=False)] = -0.1
     """added to the episode's score for each turn with an invalid or empty answer"""
+    overlong_buffer_len: int = Field(0, ge=0)
+    """soft overlong punishment: the last N tokens before rollout.response_length, over which the score of the episode
+    falls linearly by overlong_penalty_factor for each reply (DAPO); 0: none"""
+    overlong_penalty_factor: Positive = 1.0
+    """punishment of a reply of full length, with overlong_buffer_len"""
     observation_format: Literal["grid_coord", "grid", "coord"] = "grid_coord"
     """how the full prompt shows a board or map; ignored by the compact prompt"""
     frozenlake: FrozenLakeConfig = FrozenLakeConfig()
@@ -240,6 +245,19 @@ class FilterConfig(SettingsSection):
     """top_p mass of softmax(scores), which depends on their scale, or of the scores"""
     rollout_filter_selection_eps: NonNegative = 0.01
     """linear top_p: subtracted from the score mass that must be reached, in units of the score"""
+    max_num_gen_batches: int = Field(1, ge=1, le=100)
+    """dynamic sampling (DAPO): sample and filter up to N batches of env.env_groups levels per step, until as many
+    groups have passed the filter; surplus groups are dropped"""
+    mask_void_turns: bool = False
+    """leave episodes with a turn without a valid answer out of the losses (SimpleTIR); advantages count them"""
+    mask_truncated_completions: bool = False
+    """leave episodes with a reply of full length, or that ran out of context, out of the losses (overlong filtering);
+    advantages count them"""
+
+    @property
+    def masks_episodes(self) -> bool:
+        """Whether losses leave out some episodes of the groups that the filter kept."""
+        return self.mask_void_turns or self.mask_truncated_completions
 
     @property
     def strategy(self) -> FilterStrategy:

@@ -16,11 +16,18 @@ from trainable.algo.advantages import (
     reinforce_plus_plus_baseline,
     rloo,
 )
-from trainable.algo.filters import ZERO_SCORE, Rule, compute_group_scores, parse_rule, select_groups
+from trainable.algo.filters import (
+    ZERO_SCORE,
+    Rule,
+    compute_group_scores,
+    find_candidates,
+    parse_rule,
+    select_groups,
+)
 from trainable.algo.losses import apply_kl_penalty
 from trainable.algo.reductions import compute_tree_weights, masked_whiten
 from trainable.config.choices import FILTER_STRATEGIES
-from trainable.config.own_parts import get_part
+from trainable.config.own_parts import get_part, has_parameter
 from trainable.config.sections import AlgorithmConfig, FilterConfig
 from trainable.ppo.update import Targets
 from trainable.rollout.episode import Batch, Episode, place_episode_scores, reshape_by_group
@@ -30,13 +37,51 @@ from trainable.runs.failures import NonFiniteError
 class Selection(NamedTuple):
     """The result of the filter.
 
-    episodes: of the selected groups, in order. groups_kept: the number of these groups. columns: the columns of the
-    row, about the spread of rewards before the filter, and how many groups it selected.
+    episodes: of the selected groups, in order. stds: (P,) reward std of each group before the filter. is_kept: (P,)
+    bool, whether the filter kept the group.
     """
 
     episodes: list[Episode]
-    groups_kept: int
-    columns: dict[str, float]
+    stds: Tensor
+    is_kept: Tensor
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no episode is left to train on, because the filter kept no group or the losses leave out all."""
+        return all(episode.is_masked for episode in self.episodes)
+
+    @property
+    def groups_kept(self) -> int:
+        """Number of groups that the filter kept."""
+        return int(self.is_kept.sum())
+
+    @property
+    def columns(self) -> dict[str, float]:
+        """The columns of the row, about the spread of rewards before the filter, and what it kept."""
+        return {
+            "reward_std": float(self.stds.mean()),
+            "reward_std_max": float(self.stds.max()),
+            "zero_std_groups": int((self.stds <= ZERO_SCORE).sum()),
+            "groups": len(self.is_kept),
+            "groups_kept": self.groups_kept,
+            "kept_ratio": self.groups_kept / len(self.is_kept),
+            # The mean over no groups would be NaN. The column is documented as 0 in this case, which `groups_kept`
+            # distinguishes from a measured 0. Stop rules and comparisons of arms do not read it.
+            "reward_std_kept": float(self.stds[self.is_kept].mean()) if self.groups_kept else 0.0,
+        }
+
+    def extend(self, other: "Selection", max_groups: int) -> "Selection":
+        """Append the result for another batch of groups, and drop the last ones of more than `max_groups` kept groups.
+
+        Groups of `other` are numbered from 0, and here after the groups of `self`.
+        """
+        first = len(self.is_kept)
+        is_kept = torch.cat([self.is_kept, other.is_kept])
+        is_kept &= is_kept.cumsum(0) <= max_groups
+        episodes = [*self.episodes, *(e._replace(group=e.group + first) for e in other.episodes)]
+        return Selection(
+            [episode for episode in episodes if is_kept[episode.group]], torch.cat([self.stds, other.stds]), is_kept
+        )
 
 
 def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_size: int) -> Selection:
@@ -55,27 +100,26 @@ def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_s
     stds = compute_group_scores("reward_std", rewards)
     _check_finite({"rewards": rewards, f"scores ({settings.rollout_filter_metric})": scores, "reward stds": stds})
     is_largest, has_zero = settings.rollout_filter_type == "largest", settings.rollout_filter_include_zero
-    is_kept = select_groups(scores, _make_rule(settings), is_largest, has_zero)
-    groups_kept = int(is_kept.sum())
-    columns = {
-        "reward_std": float(stds.mean()),
-        "reward_std_max": float(stds.max()),
-        "zero_std_groups": int((stds <= ZERO_SCORE).sum()),
-        "groups": len(is_kept),
-        "groups_kept": groups_kept,
-        "kept_ratio": groups_kept / len(is_kept),
-        # The mean over no groups would be NaN. The column is documented as 0 in this case, which `groups_kept`
-        # distinguishes from a measured 0. Stop rules and comparisons of arms do not read it.
-        "reward_std_kept": float(stds[is_kept].mean()) if groups_kept else 0.0,
-    }
-    return Selection([episode for episode in episodes if is_kept[episode.group]], groups_kept, columns)
+    groups = [episodes[first : first + group_size] for first in range(0, len(episodes), group_size)]
+    candidates = [groups[number] for number in find_candidates(scores, has_zero).nonzero().flatten().tolist()]
+    is_kept = select_groups(scores, _make_rule(settings, candidates), is_largest, has_zero)
+    kept_episodes = [_mask_episode(episode, settings) for episode in episodes if is_kept[episode.group]]
+    return Selection(kept_episodes, stds, is_kept)
 
 
-def _make_rule(settings: FilterConfig) -> Rule:
-    """Make the rule of the strategy that `settings` selects."""
+def _mask_episode(episode: Episode, settings: FilterConfig) -> Episode:
+    """Mark an episode that the losses leave out according to `settings`. Its group's advantages still count it."""
+    is_void = settings.mask_void_turns and not all(episode.turn_validity)
+    is_cut = settings.mask_truncated_completions and episode.is_truncated
+    return episode._replace(is_masked=True) if is_void or is_cut else episode
+
+
+def _make_rule(settings: FilterConfig, groups: Sequence[Sequence[Episode]]) -> Rule:
+    """Make the rule of the strategy that `settings` selects. groups: the candidates, for a plug-in with `groups`."""
     if settings.rollout_filter_strategy not in FILTER_STRATEGIES:
         own_rule = get_part(settings.rollout_filter_strategy)
-        return lambda scores, largest, num_groups: own_rule(scores, settings.rollout_filter_value, largest)
+        arguments = {"groups": groups} if has_parameter(own_rule, "groups") else {}
+        return lambda scores, largest, num_groups: own_rule(scores, settings.rollout_filter_value, largest, **arguments)
     return parse_rule(
         settings.rollout_filter_strategy,
         settings.rollout_filter_value,

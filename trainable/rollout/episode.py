@@ -40,7 +40,8 @@ class Episode(NamedTuple):
     which its root asked it. answer: in a game of trees, the final answer, if any. evidence: the passages that a perfect
     answer of the root quotes.
     engine_logprobs: (T,), the log-probs reported by the engine if the trainer has recomputed `logprobs`, otherwise
-    None.
+    None. is_truncated: whether a reply was cut at its maximum length, or the context had no room for another turn.
+    is_masked: whether the losses leave the episode out, although it counts in the advantages.
     """
 
     level_seed: int
@@ -60,6 +61,8 @@ class Episode(NamedTuple):
     parent_turn: int = -1
     answer: str | None = None
     evidence: tuple[str, ...] = ()
+    is_truncated: bool = False
+    is_masked: bool = False
 
     @property
     def rollouts(self) -> tuple["Episode", ...]:
@@ -141,6 +144,12 @@ class Transcript:
         last_reply = self.replies[-1]
         return last_reply is not None and last_reply.finished
 
+    def has_cut_reply(self, max_reply_tokens: int) -> bool:
+        """Check whether a reply was cut at its maximum length."""
+        replies = [reply for reply in self.replies if reply is not None]
+        # Another token than the end marker may have ended an unfinished reply.
+        return any(not reply.finished and len(reply.token_ids) >= max_reply_tokens for reply in replies)
+
     def append_prompt(self, ids: Sequence[int]) -> None:
         """Append the tokens that the policy reads before its next reply."""
         self._append(np.asarray(ids, dtype=np.int64), None)
@@ -191,6 +200,7 @@ class Batch(NamedTuple):
     level. scores: (B,) float32, score of each episode. lengths: (B,) int64, tokens without padding. tree_ids: (B,)
     int64, equal for an episode and its children. is_root: (B,) bool, False for children. engine_logprobs: like
     `logprobs`, as reported by the engine if it has its own copy of the weights, otherwise equal to `logprobs`.
+    is_masked: (B,) bool, see `Episode`.
     """
 
     tokens: Tensor
@@ -204,6 +214,7 @@ class Batch(NamedTuple):
     tree_ids: Tensor
     is_root: Tensor
     engine_logprobs: Tensor
+    is_masked: Tensor
 
     def select_rows(self, index: Tensor) -> "Batch":
         """Select the episodes at `index` (N,), cut to the longest of them."""
@@ -255,6 +266,7 @@ def collate(episodes: Sequence[Episode]) -> Batch:
         engine_logprobs=pad(
             [episode.logprobs if episode.engine_logprobs is None else episode.engine_logprobs for episode in episodes]
         ),
+        is_masked=torch.tensor([episode.is_masked for episode in episodes]),
     )
 
 
