@@ -109,16 +109,6 @@ def _mean(x: Tensor) -> Tensor:
     return x.mean(dim=1)
 
 
-def find_candidates(scores: Tensor, include_zero: bool) -> Tensor:
-    """Find the groups among which a rule selects, (P,) bool: all with `include_zero`, else those with |score| > 1e-10.
-
-    Example:
-        >>> find_candidates(torch.tensor([0.0, 2.0]), include_zero=False).tolist()
-        [False, True]
-    """
-    return torch.ones_like(scores, dtype=torch.bool) if include_zero else scores.abs() > ZERO_SCORE
-
-
 def select_groups(scores: Tensor, rule: Rule, largest: bool = True, include_zero: bool = True) -> Tensor:
     """Select the groups to keep, (P,) bool: optionally drop zero scores, then apply `rule` to the rest.
 
@@ -140,7 +130,7 @@ def select_groups(scores: Tensor, rule: Rule, largest: bool = True, include_zero
     Degenerate: without candidates, nothing is kept.
     """
     scores = scores.float()
-    candidates = find_candidates(scores, include_zero)
+    candidates = torch.ones_like(scores, dtype=torch.bool) if include_zero else scores.abs() > ZERO_SCORE
     is_kept = torch.zeros_like(candidates)
     if candidates.any():
         is_kept[candidates] = rule(scores[candidates], largest, len(scores))

@@ -57,7 +57,7 @@ def derive_conditions(
         )
 
 
-def _keeps_all_groups(c: Any) -> bool:
+def keeps_all_groups(c: Any) -> bool:
     """Check whether the filter keeps every group that has a score, in steps and in gradient analyses."""
     strategy = c.filter.strategy
     largest = max(c.env.env_groups, c.trainer.gradient_analysis_env_groups or 0) if strategy.counts_groups else 1
@@ -168,17 +168,17 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
     # The filter.
     ReadCondition(
         r"filter\.rollout_filter_(type|top_p_prob_mode|selection_eps)",
-        lambda c: not _keeps_all_groups(c),
+        lambda c: not keeps_all_groups(c),
         "filter.rollout_filter_value keeps all groups: set a smaller one",
     ),
     ReadCondition(
         r"filter\.(rollout_filter_metric|max_num_gen_batches)|actor\.filter_loss_scaling",
-        lambda c: not (_keeps_all_groups(c) and c.filter.rollout_filter_include_zero),
+        lambda c: not (keeps_all_groups(c) and c.filter.rollout_filter_include_zero),
         "filter.rollout_filter_value keeps all groups: set a smaller one, or filter.rollout_filter_include_zero=False",
     ),
     ReadCondition(
         r"early_stop\.empty_stop_steps",
-        lambda c: c.filter.masks_episodes or not (_keeps_all_groups(c) and c.filter.rollout_filter_include_zero),
+        lambda c: c.filter.masks_episodes or not (keeps_all_groups(c) and c.filter.rollout_filter_include_zero),
         "filter.rollout_filter_value keeps all groups: set a smaller one, or filter.rollout_filter_include_zero=False",
     ),
     *derive_conditions("filter.rollout_filter_top_p_prob_mode", {"linear": ("rollout_filter_selection_eps",)}),

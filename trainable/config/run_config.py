@@ -21,7 +21,7 @@ from trainable.config.aliases import ALIASES, MISSING_FEATURES, SYNONYMS
 from trainable.config.base_config import EXECUTION_SETTINGS, BaseRunConfig, ReadCondition
 from trainable.config.choices import FILTER_METRICS, FILTER_STRATEGIES, POLICY_LOSSES
 from trainable.config.command_lines import format_command
-from trainable.config.conditions import PPO_CONDITIONS, find_unused_settings
+from trainable.config.conditions import PPO_CONDITIONS, find_unused_settings, keeps_all_groups
 from trainable.config.constants import SHIPPED_MODELS, TEACHERS
 from trainable.config.games import GAMES
 from trainable.config.sections import (
@@ -214,10 +214,16 @@ class RunConfig(BaseRunConfig):
         return range(first, first + self.env.env_groups * self.trainer.total_training_steps)
 
     @property
+    def further_batches(self) -> int:
+        """Maximum number of batches of levels that a step samples for groups that the filter drops."""
+        drops_groups = not (keeps_all_groups(self) and self.filter.rollout_filter_include_zero)
+        return self.filter.max_num_gen_batches - 1 if drops_groups else 0
+
+    @property
     def refill_level_seeds(self) -> range:
         """The seeds of the levels that steps sample in further batches, in the order of steps and batches."""
         first = self.training_level_seeds.start + REFILL_SEED_OFFSET
-        return range(first, first + len(self.training_level_seeds) * (self.filter.max_num_gen_batches - 1))
+        return range(first, first + len(self.training_level_seeds) * self.further_batches)
 
     @property
     def validation_level_seeds(self) -> range:
@@ -285,7 +291,7 @@ class RunConfig(BaseRunConfig):
             (bool(self.env.overlong_buffer_len), "env", ("overlong_buffer_len", "overlong_penalty_factor")),
             (self.filter.mask_void_turns, "filter", ("mask_void_turns",)),
             (self.filter.mask_truncated_completions, "filter", ("mask_truncated_completions",)),
-            (self.filter.max_num_gen_batches > 1, "filter", ("max_num_gen_batches",)),
+            (bool(self.further_batches), "filter", ("max_num_gen_batches",)),
             (self.algorithm.critic_lam is not None, "algorithm", ("critic_lam",)),
             # `none` is norm_adv_by_std_in_grpo=False, which is hashed.
             (self.algorithm.scale_rewards == "batch", "algorithm", ("scale_rewards",)),
@@ -368,15 +374,14 @@ def _find_batch_conflicts(config: RunConfig) -> Iterator[str]:
 
 
 def _find_refill_conflicts(config: RunConfig) -> Iterator[str]:
-    """Yield the end of a message for each conflict with filter.max_num_gen_batches above 1."""
-    batches, levels = config.filter.max_num_gen_batches, len(config.training_level_seeds)
-    if batches == 1:
+    """Yield the end of a message for each conflict with further batches in a step."""
+    if not config.further_batches:
         return
-    if levels > REFILL_SEED_OFFSET or levels * (batches - 1) > REFILL_SEED_OFFSET:
+    if max(len(config.training_level_seeds), len(config.refill_level_seeds)) > REFILL_SEED_OFFSET:
         yield (
-            f"from {REFILL_SEED_OFFSET} levels, and {batches} batches of env.env_groups={config.env.env_groups} in "
-            f"{config.trainer.total_training_steps} steps need more: set a smaller filter.max_num_gen_batches, or a "
-            "smaller env.env_groups"
+            f"from {REFILL_SEED_OFFSET} levels, and {config.filter.max_num_gen_batches} batches of "
+            f"env.env_groups={config.env.env_groups} in {config.trainer.total_training_steps} steps need more: set a "
+            "smaller filter.max_num_gen_batches, or a smaller env.env_groups"
         )
     if config.actor.filter_loss_scaling != "none":
         yield "for those that the filter drops, so the loss needs no scale: set actor.filter_loss_scaling=none"
@@ -442,7 +447,7 @@ def _find_tree_conflicts(config: RunConfig) -> Iterator[str]:
         yield "weights the loss of single tokens: set actor.policy_loss=ppo_clip"
     if algorithm.use_kl_in_reward:
         yield "has one reward for all rollouts of a tree: set algorithm.use_kl_in_reward=false"
-    if config.filter.masks_episodes or config.filter.max_num_gen_batches > 1:
+    if config.filter.masks_episodes or config.further_batches:
         yield (
             "trains all rollouts of a tree together: set filter.mask_void_turns=false, "
             "filter.mask_truncated_completions=false and filter.max_num_gen_batches=1"

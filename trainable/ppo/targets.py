@@ -16,14 +16,7 @@ from trainable.algo.advantages import (
     reinforce_plus_plus_baseline,
     rloo,
 )
-from trainable.algo.filters import (
-    ZERO_SCORE,
-    Rule,
-    compute_group_scores,
-    find_candidates,
-    parse_rule,
-    select_groups,
-)
+from trainable.algo.filters import ZERO_SCORE, Rule, compute_group_scores, parse_rule, select_groups
 from trainable.algo.losses import apply_kl_penalty
 from trainable.algo.reductions import compute_tree_weights, masked_whiten
 from trainable.config.choices import FILTER_STRATEGIES
@@ -100,9 +93,9 @@ def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_s
     stds = compute_group_scores("reward_std", rewards)
     _check_finite({"rewards": rewards, f"scores ({settings.rollout_filter_metric})": scores, "reward stds": stds})
     is_largest, has_zero = settings.rollout_filter_type == "largest", settings.rollout_filter_include_zero
-    groups = [episodes[first : first + group_size] for first in range(0, len(episodes), group_size)]
-    candidates = [groups[number] for number in find_candidates(scores, has_zero).nonzero().flatten().tolist()]
-    is_kept = select_groups(scores, _make_rule(settings, candidates), is_largest, has_zero)
+    is_candidate = select_groups(scores, lambda scores, *_: torch.ones_like(scores, dtype=torch.bool), True, has_zero)
+    groups = [episodes[number * group_size :][:group_size] for number in is_candidate.nonzero().flatten().tolist()]
+    is_kept = select_groups(scores, _make_rule(settings, groups), is_largest, has_zero)
     kept_episodes = [_mask_episode(episode, settings) for episode in episodes if is_kept[episode.group]]
     return Selection(kept_episodes, stds, is_kept)
 

@@ -219,7 +219,7 @@ class PPOTrainer:
             **dict(zip(MISMATCH_COLUMNS, mismatch or (), strict=False)),
             **selection.columns,
             "masked_episodes": masked_episodes if config.filter.masks_episodes else None,
-            "gen_batches": 1 + len(further_batches) if config.filter.max_num_gen_batches > 1 else None,
+            "gen_batches": 1 + len(further_batches) if config.further_batches else None,
             **batch_columns,
             **summarize_validation(evaluations, self.is_val_unseen),
             **budget,
@@ -253,7 +253,7 @@ class PPOTrainer:
 
     def _list_step_batches(self) -> list[list[Level]]:
         """List the batches of levels that the current step may sample, in their order."""
-        count = self.config.filter.max_num_gen_batches - 1
+        count = self.config.further_batches
         first = (self.step_index - 1) * count
         return [self.levels[self.step_index - 1], *self.refill_levels[first : first + count]]
 

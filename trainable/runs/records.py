@@ -67,7 +67,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     Column(
         "reward_std_kept", "reward", "reward_std over the kept groups; 0 if none", "rollout/chosen_in_group_reward_std"
     ),
-    Column("gen_batches", "batches", "batches of levels sampled; missing with filter.max_num_gen_batches=1"),
+    Column("gen_batches", "batches", "batches of levels sampled; missing if filter.max_num_gen_batches is not read"),
     Column(
         "masked_episodes",
         "episodes",

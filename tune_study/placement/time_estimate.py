@@ -118,9 +118,7 @@ def estimate_cpu_run_seconds(spec: RunSpec, family: Family) -> float:
     if shape is None:
         return math.inf
     env, tokens = config.env, round(TYPICAL_FILL * compute_max_tokens(config))
-    episodes = (
-        spec.steps * config.filter.max_num_gen_batches * env.env_groups * env.group_size + 2 * env.test_env_groups
-    )
+    episodes = spec.steps * (1 + config.further_batches) * env.env_groups * env.group_size + 2 * env.test_env_groups
     episodes += count_validations(config) * env.val_env_groups * env.val_group_size
     sampling_flops = episodes * estimate_forward_flops(shape, [tokens], tokens, shape.vocab_size)
     # A typical tree asks no child.
