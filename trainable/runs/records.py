@@ -67,16 +67,16 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     Column(
         "reward_std_kept", "reward", "reward_std over the kept groups; 0 if none", "rollout/chosen_in_group_reward_std"
     ),
-    Column("gen_batches", "batches", "batches of levels sampled; missing if filter.max_num_gen_batches is not read"),
+    Column("gen_batches", "batches", "batches of levels sampled; missing if it is always one"),
     Column(
         "masked_episodes",
         "episodes",
-        "episodes of the kept groups that the losses leave out; missing if no setting of `filter` does",
+        "kept episodes that the losses leave out; missing if no setting masks any",
     ),
     Column(
         "consecutive_empty_steps",
         "steps",
-        "consecutive steps, up to this one, in which the filter kept no group, or the losses left out all episodes",
+        "consecutive steps, up to this one, with nothing to train on",
         "rollout/consecutive_empty_after_filter_steps",
     ),
     # The update. If the filter kept no group, all but the engine's columns are missing.
