@@ -17,6 +17,7 @@ from torch import Tensor
 from trainable.config import own_parts
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.constants import SHIPPED_MODELS
+from trainable.config.own_parts import has_parameter
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
 from trainable.config.sections import EnvConfig
 from trainable.config.setting_types import format_value
@@ -26,6 +27,7 @@ from trainable.envs.prompts import ACTION_SEPARATOR, CHATML
 from trainable.families import list_families
 from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import adapt_own_loss
+from trainable.rollout.episode import Episode, StopReason
 from trainable.runs.records import STEP_COLUMNS, make_empty_row
 from trainable.runs.stop_rules import evaluate_own_rules
 
@@ -33,6 +35,20 @@ MAX_MEASURE_LENGTH = 60
 
 _SEEDS = (1, 2, 3)
 """Seeds of the levels in the example."""
+_EPISODE = Episode(
+    level_seed=_SEEDS[0],
+    group=0,
+    tokens=np.arange(3),
+    mask=np.array([False, True, True]),
+    logprobs=np.array([0, -1, -1], dtype=np.float32),
+    entropies=np.array([0, 1, 1], dtype=np.float32),
+    turns=np.zeros(3, dtype=np.int64),
+    turn_rewards=(1.0,),
+    turn_actions=(("Up",),),
+    turn_validity=(True,),
+    stop_reason=StopReason.SUCCESS,
+    texts=("a</think><answer>Up</answer>",),
+)
 
 
 def check_part(config: BaseRunConfig, setting: str) -> None:
@@ -104,7 +120,8 @@ def _check_estimator(estimator: Any, config: RunConfig) -> None:
 def _check_filter(keep_groups: Any, config: RunConfig) -> None:
     value, largest = config.filter.rollout_filter_value, config.filter.rollout_filter_type == "largest"
     for scores in (torch.tensor([0.0, 2.0, 1.0, 3.0]), torch.tensor([1.0])):
-        _require_tensor(keep_groups(scores, value, largest), (len(scores),), "bools")
+        groups = {"groups": [[_EPISODE, _EPISODE]] * len(scores)} if has_parameter(keep_groups, "groups") else {}
+        _require_tensor(keep_groups(scores, value, largest, **groups), (len(scores),), "bools")
 
 
 def _check_stop_rule(rule: Any, config: RunConfig) -> None:

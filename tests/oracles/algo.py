@@ -136,6 +136,13 @@ def grpo(scores: Row, group_ids: Sequence[int], norm_by_std: bool) -> list[float
     return advantages
 
 
+def batch_grpo(scores: Row, group_ids: Sequence[int]) -> list[float]:
+    """Divide the differences from the group's mean by the deviation of all scores."""
+    std = statistics.stdev(scores) if len(scores) > 1 else 0.0
+    groups = gather_groups(scores, group_ids)
+    return [(score - statistics.fmean(group)) / (std + 1e-6) for score, group in zip(scores, groups, strict=True)]
+
+
 def rloo(scores: Row, group_ids: Sequence[int]) -> list[float]:
     advantages = []
     for i, score in enumerate(scores):

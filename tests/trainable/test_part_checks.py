@@ -70,6 +70,7 @@ RULE, REWARD_SETTING = "trainer.own_stop_rules", "env.reward"
         (FILTER, "*_", "return _[0]", r"and a tensor \[4\] of bools is needed"),
         (FILTER, "scores, *_", "return scores[:2] > 0", r"tensor \[2\] of torch.bool"),
         (FILTER, "scores, *_", "return scores > scores[1]", "raised IndexError: index 1 .*line 2"),
+        (FILTER, "scores, *_, groups", "return groups[4][0].texts", "raised IndexError: list index .*line 2"),
         (RULE, "", "return None", r"part\(rows\) raised TypeError: part\(\) takes 0 positional arguments"),
         (RULE, "rows", "return rows[-3] and None", "raised IndexError: list .*line 2"),
         (RULE, "rows", "return True", r"returned True: it must return None, or \(value, threshold\)"),
@@ -94,6 +95,12 @@ def test_a_wrong_part_is_refused_with_what_is_wrong(setting: str, signature: str
     assert str(error.value).endswith("Correct own.py; docs/add_a_part.md has an example.")
 
 
+GROUP_FILTER = """
+import torch
+
+def part(scores, value, largest, groups):
+    return torch.tensor([any(episode.success and all(episode.turn_validity) for episode in group) for group in groups])
+"""
 REWARD = """
 COSTS = {"Up": 1.0, "Right": 2.0}
 
@@ -106,6 +113,7 @@ def test_an_object_that_is_called_is_a_function_and_nothing_else() -> None:
     check("trainer.own_stop_rules", "class Rule:\n    def __call__(self, rows):\n        return None\npart = Rule()\n")
     with pytest.raises(OwnPartError, match="it is a float, and a function is needed"):
         check("actor.policy_loss", "part = 0.5\n")
+    check("filter.rollout_filter_strategy", GROUP_FILTER)
     check("env.reward", REWARD)  # which reads the actions of the game
 
 

@@ -24,6 +24,25 @@ class AdvantagesReturns(NamedTuple):
     returns: Tensor
 
 
+def compute_overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int, penalty_factor: float) -> float:
+    """Compute the soft overlong punishment, a number of at most 0 that is added to the reward of a reply.
+
+        0                                              where L <= L_max − L_buffer
+        −factor · (L − (L_max − L_buffer)) / L_buffer  above that, so −factor at L = L_max
+
+    num_tokens: tokens L of the reply. max_tokens: L_max, at which replies are cut. buffer_tokens: L_buffer >= 1, the
+    last tokens before that. penalty_factor: the punishment of a reply of L_max tokens, in units of the reward.
+
+    Example:
+        >>> [compute_overlong_penalty(n, max_tokens=10, buffer_tokens=4, penalty_factor=1.0) for n in (3, 6, 8, 10)]
+        [0.0, 0.0, -0.5, -1.0]
+
+    Source: Yu et al. 2025, arXiv:2503.14476 (DAPO), eq. 13, where the factor is 1; verl `overlong_buffer`.
+    Degenerate: with a buffer of L_max tokens, the punishment is proportional to the length.
+    """
+    return -penalty_factor * max(num_tokens - (max_tokens - buffer_tokens), 0) / buffer_tokens + 0.0
+
+
 @torch.no_grad()
 def conserve_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
     """Move each reward on an untrained token to the last trained token before it, or else to the first one after it.
@@ -212,6 +231,7 @@ def grpo(
     mask: Tensor,
     norm_by_std: bool,
     *,
+    has_batch_std: bool = False,
     correction: int = 1,
     std_floor: float = STD_FLOOR,
     min_std: float = 0.0,
@@ -219,10 +239,12 @@ def grpo(
     """Compute group-relative advantages, one per sequence, on each of its trained tokens (B, T).
 
         A_i = (R_i − mean_g R) / (std_g R + std_floor)        without `norm_by_std`: A_i = R_i − mean_g R
-        where std_g R <= min_std: 0
+        where std_g R <= min_std: 0                           with `has_batch_std`: std R instead of std_g R
 
     Args:
         norm_by_std: divide by the group's standard deviation; False is Dr. GRPO.
+        has_batch_std: divide by the standard deviation of all B scores about their common mean, instead of the group's.
+            Groups of small spread then keep small advantages.
         correction: the divisor of the variance is G − correction.
         std_floor: added to the standard deviation, so that the division is safe.
         min_std: a standard deviation up to this value counts as rounding error, and the group gets no advantage.
@@ -238,14 +260,17 @@ def grpo(
         >>> grpo(scores, group_ids, mask, norm_by_std=True).double().round(decimals=4).tolist()  # std is √2
         [[0.7071, 0.7071], [-0.7071, 0.0]]
 
-    Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2; Liu et al. 2025, arXiv:2503.20783 (Dr. GRPO).
+    Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2; Liu et al. 2025, arXiv:2503.20783 (Dr. GRPO); Liu et al.
+    2025, arXiv:2508.08221 (Lite PPO: the batch's std; TRL `scale_rewards="batch"`, which adds 1e-4 to it).
     Degenerate: a group of one, or of equal scores, has advantage 0. The published code gives a group of one its raw
     score.
     """
     stats = _compute_group_stats(scores, group_ids, correction)
     if not norm_by_std:
         return _broadcast_to_tokens(stats.centered, mask, scores.dtype)
-    advantages = torch.where(stats.std <= min_std, 0, stats.centered / (stats.std + std_floor))
+    # As one group, the batch has the same guards against rounding.
+    std = _compute_group_stats(scores, torch.zeros_like(group_ids), correction).std if has_batch_std else stats.std
+    advantages = torch.where(std <= min_std, 0, stats.centered / (std + std_floor))
     return _broadcast_to_tokens(advantages, mask, scores.dtype)
 
 

@@ -37,6 +37,13 @@ ALIASES: dict[str, str] = {
     "lora.alpha": "model.lora_alpha",
     "lora.target_modules": "model.lora_target_modules",
     "critic.optim.lr": "critic.lr",
+    "algorithm.filter_groups.max_num_gen_batches": "filter.max_num_gen_batches",
+    "actor_rollout_ref.actor.mask_void_turns": "filter.mask_void_turns",
+    **{
+        f"{section}.{name}": setting
+        for section in ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg")
+        for name, setting in (("len", "env.overlong_buffer_len"), ("penalty_factor", "env.overlong_penalty_factor"))
+    },
     # The documents set one size for actor and critic. Here the bare key sets the actor's, and
     # critic.ppo_mini_batch_size the critic's.
     "ppo_mini_batch_size": "actor.ppo_mini_batch_size",
@@ -71,7 +78,6 @@ SYNONYMS: dict[str, str] = {
     "eval_steps": "test_freq",
     "save_steps": "save_freq",
     "max_grad_norm": "grad_clip",
-    "scale_rewards": "norm_adv_by_std_in_grpo",
     "loss_type": "loss_agg_mode",
     "loss_mode": "policy_loss",
     "importance_sampling_level": "policy_loss",

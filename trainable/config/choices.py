@@ -30,8 +30,12 @@ class AdvantageEstimator:
 
 ADVANTAGE_ESTIMATORS: Mapping[str, AdvantageEstimator] = MappingProxyType(
     {
-        "gae": AdvantageEstimator(needs_critic=True, has_turn_level=True, settings=("gamma", "lam", "bi_level_gae")),
-        "grpo": AdvantageEstimator(compares_group=True, credits_trees=True, settings=("norm_adv_by_std_in_grpo",)),
+        "gae": AdvantageEstimator(
+            needs_critic=True, has_turn_level=True, settings=("gamma", "lam", "critic_lam", "bi_level_gae")
+        ),
+        "grpo": AdvantageEstimator(
+            compares_group=True, credits_trees=True, settings=("norm_adv_by_std_in_grpo", "scale_rewards")
+        ),
         "rloo": AdvantageEstimator(compares_group=True),
         "reinforce_plus_plus": AdvantageEstimator(settings=("gamma",)),
         "reinforce_plus_plus_baseline": AdvantageEstimator(compares_group=True),

@@ -57,7 +57,7 @@ def derive_conditions(
         )
 
 
-def _keeps_all_groups(c: Any) -> bool:
+def keeps_all_groups(c: Any) -> bool:
     """Check whether the filter keeps every group that has a score, in steps and in gradient analyses."""
     strategy = c.filter.strategy
     largest = max(c.env.env_groups, c.trainer.gradient_analysis_env_groups or 0) if strategy.counts_groups else 1
@@ -142,6 +142,14 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
         lambda c: c.env.papers.file is None,
         "the questions are those of env.papers.file, which must be null for generated ones",
     ),
+    ReadCondition(
+        r"env\.overlong_.*", lambda c: not c.env.kind.has_trees, "a tree is scored by its answer, whatever its length"
+    ),
+    ReadCondition(
+        r"env\.overlong_penalty_factor",
+        lambda c: c.env.overlong_buffer_len > 0,
+        "it needs env.overlong_buffer_len above 0",
+    ),
     # The engine.
     *derive_conditions(
         "rollout.name", {"vllm": ("(gpu_memory_utilization|kv_cache_gib|enforce_eager|free_cache_engine)",)}
@@ -160,12 +168,17 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
     # The filter.
     ReadCondition(
         r"filter\.rollout_filter_(type|top_p_prob_mode|selection_eps)",
-        lambda c: not _keeps_all_groups(c),
+        lambda c: not keeps_all_groups(c),
         "filter.rollout_filter_value keeps all groups: set a smaller one",
     ),
     ReadCondition(
-        r"filter\.rollout_filter_metric|actor\.filter_loss_scaling|early_stop\.empty_stop_steps",
-        lambda c: not (_keeps_all_groups(c) and c.filter.rollout_filter_include_zero),
+        r"filter\.(rollout_filter_metric|max_num_gen_batches)|actor\.filter_loss_scaling",
+        lambda c: not (keeps_all_groups(c) and c.filter.rollout_filter_include_zero),
+        "filter.rollout_filter_value keeps all groups: set a smaller one, or filter.rollout_filter_include_zero=False",
+    ),
+    ReadCondition(
+        r"early_stop\.empty_stop_steps",
+        lambda c: c.filter.masks_episodes or not (keeps_all_groups(c) and c.filter.rollout_filter_include_zero),
         "filter.rollout_filter_value keeps all groups: set a smaller one, or filter.rollout_filter_include_zero=False",
     ),
     *derive_conditions("filter.rollout_filter_top_p_prob_mode", {"linear": ("rollout_filter_selection_eps",)}),
@@ -176,9 +189,16 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
         "it needs a threshold of probabilities: type --set actor.stapo_tau_p=0.002 as well",
     ),
     ReadCondition(
-        r"actor\.(clip_ratio_.*|cppo_.*|stapo_.*|filter_loss_scaling)|algorithm\.norm_adv_by_std_in_grpo",
+        r"actor\.(clip_ratio_.*|cppo_.*|stapo_.*|filter_loss_scaling)"
+        r"|algorithm\.(norm_adv_by_std_in_grpo|scale_rewards)",
         lambda c: not c.algorithm.zero_task_advantage,
         "it needs algorithm.zero_task_advantage=False",
+    ),
+    ReadCondition(
+        r"algorithm\.scale_rewards",
+        # `none` counts as read, since it turns the division off.
+        lambda c: c.algorithm.norm_adv_by_std_in_grpo or c.algorithm.scale_rewards == "none",
+        "it needs algorithm.norm_adv_by_std_in_grpo=True",
     ),
     ReadCondition(
         r"actor\.(clip_ratio|cppo)_.*",

@@ -6,6 +6,7 @@ each process of a run gets the texts, and executes them before it makes anything
 """
 
 import hashlib
+import inspect
 import linecache
 import re
 import sys
@@ -181,6 +182,14 @@ def get_part(value: str) -> Any:
             "function."
         )
     return own_part
+
+
+def has_parameter(part: Any, name: str) -> bool:
+    """Check whether a plug-in function has a parameter of this name, which it does not need to have."""
+    try:
+        return name in inspect.signature(part).parameters
+    except (TypeError, ValueError):  # no function, or one without a signature
+        return False
 
 
 def get_part_file(part: PartName) -> PartFile:

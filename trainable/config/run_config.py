@@ -21,7 +21,7 @@ from trainable.config.aliases import ALIASES, MISSING_FEATURES, SYNONYMS
 from trainable.config.base_config import EXECUTION_SETTINGS, BaseRunConfig, ReadCondition
 from trainable.config.choices import FILTER_METRICS, FILTER_STRATEGIES, POLICY_LOSSES
 from trainable.config.command_lines import format_command
-from trainable.config.conditions import PPO_CONDITIONS, find_unused_settings
+from trainable.config.conditions import PPO_CONDITIONS, find_unused_settings, keeps_all_groups
 from trainable.config.constants import SHIPPED_MODELS, TEACHERS
 from trainable.config.games import GAMES
 from trainable.config.sections import (
@@ -48,6 +48,12 @@ from trainable.config.setting_types import (
 )
 
 C = TypeVar("C", bound=BaseRunConfig)
+
+
+REFILL_SEED_OFFSET = MAX_LEVELS // 4
+"""Distance from the first seed of a run's training levels to the first seed of the levels of further batches.
+
+The first half of a run's seeds is for training, and the second half for gradient analyses."""
 
 
 class ConfigError(ValueError):
@@ -141,6 +147,7 @@ class RunConfig(BaseRunConfig):
             ("actor.policy_loss=tpo ", _find_target_policy_conflicts(self)),
             (f"env.name={self.env.name} ", _find_tree_conflicts(self)),
             ("", _find_batch_conflicts(self)),
+            ("filter.max_num_gen_batches samples further groups ", _find_refill_conflicts(self)),
         ):
             for message in conflicts:
                 raise ValueError(prefix + message)
@@ -207,6 +214,18 @@ class RunConfig(BaseRunConfig):
         return range(first, first + self.env.env_groups * self.trainer.total_training_steps)
 
     @property
+    def further_batches(self) -> int:
+        """Maximum number of batches of levels that a step samples for groups that the filter drops."""
+        drops_groups = not (keeps_all_groups(self) and self.filter.rollout_filter_include_zero)
+        return self.filter.max_num_gen_batches - 1 if drops_groups else 0
+
+    @property
+    def refill_level_seeds(self) -> range:
+        """The seeds of the levels that steps sample in further batches, in the order of steps and batches."""
+        first = self.training_level_seeds.start + REFILL_SEED_OFFSET
+        return range(first, first + len(self.training_level_seeds) * self.further_batches)
+
+    @property
     def validation_level_seeds(self) -> range:
         """The seeds of the levels on which the run is validated."""
         return range(self.env.seed_val, self.env.seed_val + self.env.val_env_groups)
@@ -270,6 +289,13 @@ class RunConfig(BaseRunConfig):
             (model.compiled_passes, "model", ("compiled_passes",)),
             (model.dtype == "float16", "model", ("loss_scale",)),
             (model.head_dtype != "model" and model.dtype != "float32", "model", ("head_dtype",)),
+            (bool(self.env.overlong_buffer_len), "env", ("overlong_buffer_len", "overlong_penalty_factor")),
+            (self.filter.mask_void_turns, "filter", ("mask_void_turns",)),
+            (self.filter.mask_truncated_completions, "filter", ("mask_truncated_completions",)),
+            (bool(self.further_batches), "filter", ("max_num_gen_batches",)),
+            (self.algorithm.critic_lam is not None, "algorithm", ("critic_lam",)),
+            # `none` is norm_adv_by_std_in_grpo=False, which is hashed.
+            (self.algorithm.scale_rewards == "batch", "algorithm", ("scale_rewards",)),
         ]
         unread_settings += [(section, names) for is_read, section, names in later_settings if not is_read]
         for section, names in unread_settings:
@@ -316,6 +342,12 @@ def _find_batch_conflicts(config: RunConfig) -> Iterator[str]:
             f"sequences, and {MAX_EPISODES} are the maximum: set actor.ppo_mini_batch_size={groups}, or a multiple of "
             "that"
         )
+    if config.env.overlong_buffer_len > config.rollout.response_length:
+        yield (
+            f"env.overlong_buffer_len={config.env.overlong_buffer_len}: must be at most "
+            f"rollout.response_length={config.rollout.response_length}, the tokens of a reply: set "
+            f"env.overlong_buffer_len={max(1, config.rollout.response_length // 4)}"
+        )
     if config.rollout.trains_from_engine_logprobs and config.actor.tis_imp_ratio_cap is not None:
         yield (
             "rollout.recompute_logprobs=False trains from the log-probs of the engine, so importance weights have "
@@ -347,6 +379,25 @@ def _find_batch_conflicts(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _find_refill_conflicts(config: RunConfig) -> Iterator[str]:
+    """Yield the end of a message for each conflict with further batches in a step."""
+    if not config.further_batches:
+        return
+    if max(len(config.training_level_seeds), len(config.refill_level_seeds)) > REFILL_SEED_OFFSET:
+        yield (
+            f"from {REFILL_SEED_OFFSET} levels, and {config.filter.max_num_gen_batches} batches of "
+            f"env.env_groups={config.env.env_groups} in {config.trainer.total_training_steps} steps need more: set a "
+            "smaller filter.max_num_gen_batches, or a smaller env.env_groups"
+        )
+    if config.actor.filter_loss_scaling != "none":
+        yield "for those that the filter drops, so the loss needs no scale: set actor.filter_loss_scaling=none"
+    if config.trainer.gradient_analysis_mode:
+        yield (
+            "in a training step, and gradients are analyzed over a single batch: set "
+            "trainer.gradient_analysis_mode=false"
+        )
+
+
 def _find_target_policy_conflicts(config: RunConfig) -> Iterator[str]:
     """Yield the end of a message for each conflict with actor.policy_loss=tpo."""
     if not config.actor.loss.needs_whole_groups:
@@ -363,6 +414,11 @@ def _find_target_policy_conflicts(config: RunConfig) -> Iterator[str]:
         yield (
             f"is a loss of whole groups, and actor.ppo_mini_batch_size={mini_batch_size} is not a multiple of "
             f"env.group_size={group_size}: set actor.ppo_mini_batch_size={valid_multiple}, or a multiple of that"
+        )
+    if config.filter.masks_episodes:
+        yield (
+            "compares all rollouts of a group in its loss: set filter.mask_void_turns=false and "
+            "filter.mask_truncated_completions=false"
         )
     if actor.filter_loss_scaling != "none":
         yield "fits skills, which do not scale the loss: set actor.filter_loss_scaling=none"
@@ -399,6 +455,11 @@ def _find_tree_conflicts(config: RunConfig) -> Iterator[str]:
         yield "weights the loss of single tokens: set actor.policy_loss=ppo_clip"
     if algorithm.use_kl_in_reward:
         yield "has one reward for all rollouts of a tree: set algorithm.use_kl_in_reward=false"
+    if config.filter.masks_episodes or config.further_batches:
+        yield (
+            "trains all rollouts of a tree together: set filter.mask_void_turns=false, "
+            "filter.mask_truncated_completions=false and filter.max_num_gen_batches=1"
+        )
     if config.actor.tis_imp_ratio_cap is not None:
         yield "weights tokens itself: set actor.tis_imp_ratio_cap=null"
     if config.actor.stapo_tau_p is not None:

@@ -125,6 +125,11 @@ class EnvConfig(SettingsSection):
     max_actions_per_traj: int = Field(10, ge=1, description="maximum actions executed per episode")
     format_penalty: Annotated[float, Field(le=0, allow_inf_nan=False)] = -0.1
     """added to the episode's score for each turn with an invalid or empty answer"""
+    overlong_buffer_len: int = Field(0, ge=0)
+    """soft overlong punishment: the last N tokens before rollout.response_length, over which the score of the episode
+    falls linearly by overlong_penalty_factor for each reply (DAPO); 0: none"""
+    overlong_penalty_factor: Positive = 1.0
+    """punishment of a reply of full length, with overlong_buffer_len"""
     observation_format: Literal["grid_coord", "grid", "coord"] = "grid_coord"
     """how the full prompt shows a board or map; ignored by the compact prompt"""
     frozenlake: FrozenLakeConfig = FrozenLakeConfig()
@@ -240,6 +245,19 @@ class FilterConfig(SettingsSection):
     """top_p mass of softmax(scores), which depends on their scale, or of the scores"""
     rollout_filter_selection_eps: NonNegative = 0.01
     """linear top_p: subtracted from the score mass that must be reached, in units of the score"""
+    max_num_gen_batches: int = Field(1, ge=1, le=100)
+    """dynamic sampling (DAPO): sample and filter up to N batches of env.env_groups levels per step, until as many
+    groups have passed the filter; surplus groups are dropped"""
+    mask_void_turns: bool = False
+    """leave episodes with a turn without a valid answer out of the losses (SimpleTIR); advantages count them"""
+    mask_truncated_completions: bool = False
+    """leave episodes with a reply of full length, or that ran out of context, out of the losses (overlong filtering);
+    advantages count them"""
+
+    @property
+    def masks_episodes(self) -> bool:
+        """Whether losses leave out some episodes of the groups that the filter kept."""
+        return self.mask_void_turns or self.mask_truncated_completions
 
     @property
     def strategy(self) -> FilterStrategy:
@@ -401,10 +419,15 @@ class AlgorithmConfig(SettingsSection):
     """advantage estimator; gae trains a critic, the others need none"""
     gamma: Common[Fraction] = Field(1.0, description="discount factor per token")
     lam: Common[Fraction] = Field(1.0, description="GAE lambda")
+    critic_lam: Annotated[Fraction | None, ParseNull] = None
+    """GAE lambda of the returns that the critic is fitted to; null: lam. VC-PPO and VAPO: 1, with lam=0.95"""
     bi_level_gae: bool = Field(False, description="gae: first over turns, then over the tokens of each turn")
     high_level_gamma: Fraction = Field(0.95, description="discount factor per turn, for bi_level_gae")
     norm_adv_by_std_in_grpo: bool = True
     """grpo: divide by the group's standard deviation (False: Dr. GRPO)"""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """grpo: the scores whose standard deviation norm_adv_by_std_in_grpo divides by; batch: all of the batch (Lite PPO);
+    none: turns norm_adv_by_std_in_grpo off"""
     tree_weighting: Literal["root-and-children", "one-per-tree"] = "root-and-children"
     """papers: weight of the root of a tree and of all its children, 1 each as published, or 1 together"""
     train_children: bool = Field(True, description="papers: train the children of a tree, too")
@@ -425,6 +448,13 @@ class AlgorithmConfig(SettingsSection):
             raise ValueError(f"bi_level_gae=True: needs adv_estimator=gae, not {self.adv_estimator}")
         if self.use_kl_in_reward and self.kl_penalty == EXACT_KL:
             raise ValueError("kl_penalty=full: needs whole distributions; in the reward use kl, abs, mse or low_var_kl")
+        return self
+
+    @model_validator(mode="after")
+    def _disable_scaling(self) -> Self:
+        if self.scale_rewards == "none":
+            # Written past the frozen pydantic model, before anyone else has the instance.
+            self.__dict__["norm_adv_by_std_in_grpo"] = False
         return self
 
 

@@ -71,7 +71,8 @@ def analyze_gradients(
     lines = []
     if config.trainer.gradient_analysis_log_prefilter:
         lines.append(make_line(prefilter=True, episodes=episodes, groups_kept=num_groups))
-    lines.append(make_line(prefilter=False, episodes=selection.episodes, groups_kept=selection.groups_kept))
+    kept_episodes = [] if selection.is_empty else selection.episodes
+    lines.append(make_line(prefilter=False, episodes=kept_episodes, groups_kept=selection.groups_kept))
     return [{"step": trainer.step_index, "source": source, **line} for line in lines]
 
 

@@ -2,6 +2,7 @@
 
 Set            Seeds                                          Shares no level with
 training       10000 + 1,000,000 k + counter                  test (by replacement)
+refill         260000 + 1,000,000 k + counter                 test (by replacement)
 validation     123, 124, ... (512 of them by default)         test, demonstration
 demonstration  700,000,000 and up, some left out              validation, test
 test           512 of 900,000,000 and up                      validation, published training, demonstration, itself
@@ -71,11 +72,13 @@ def make_demonstration_levels(environment: LevelSource[L], count: int, first_ind
 class RunLevels(NamedTuple):
     """The levels of one run, generated in advance so that steps do not wait for them.
 
-    training: for each step, one level per group. unseen_mask: True for each validation level that is no training level
+    training: for each step, one level per group. refill: as many levels for each further batch that a step may sample,
+    in the order of steps and batches. unseen_mask: True for each validation level that is no training level
     of the run, up to symmetry.
     """
 
     training: list[list[Level]]
+    refill: list[list[Level]]
     validation: list[Level]
     test: list[Level]
     unseen_mask: list[bool]
@@ -87,13 +90,15 @@ def make_run_levels(environment: LevelSource[Any], config: RunConfig) -> RunLeve
     test_set = list(environment.make_test_levels(env.test_env_groups))
     validation = make_validation_levels(environment, env.val_env_groups, env.seed_val)
     excluded_keys = collect_excluded_keys(environment, test_set)
-    seeds = config.training_level_seeds
-    training = [
-        make_training_levels(environment, seeds[first : first + env.env_groups], excluded_keys)
-        for first in range(0, len(seeds), env.env_groups)
-    ]
-    training_keys = collect_level_keys(chain.from_iterable(training))
-    return RunLevels(training, validation, test_set, [level.key not in training_keys for level in validation])
+    training, refill = (
+        [
+            make_training_levels(environment, seeds[first : first + env.env_groups], excluded_keys)
+            for first in range(0, len(seeds), env.env_groups)
+        ]
+        for seeds in (config.training_level_seeds, config.refill_level_seeds)
+    )
+    training_keys = collect_level_keys(chain(*training, *refill))
+    return RunLevels(training, refill, validation, test_set, [level.key not in training_keys for level in validation])
 
 
 def collect_level_keys(levels: Iterable[Level]) -> frozenset[bytes]:

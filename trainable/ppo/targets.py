@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from trainable.algo.advantages import (
+    AdvantagesReturns,
     bi_level_gae,
     gae,
     group_skill,
@@ -19,7 +20,7 @@ from trainable.algo.filters import ZERO_SCORE, Rule, compute_group_scores, parse
 from trainable.algo.losses import apply_kl_penalty
 from trainable.algo.reductions import compute_tree_weights, masked_whiten
 from trainable.config.choices import FILTER_STRATEGIES
-from trainable.config.own_parts import get_part
+from trainable.config.own_parts import get_part, has_parameter
 from trainable.config.sections import AlgorithmConfig, FilterConfig
 from trainable.ppo.update import Targets
 from trainable.rollout.episode import Batch, Episode, place_episode_scores, reshape_by_group
@@ -29,13 +30,51 @@ from trainable.runs.failures import NonFiniteError
 class Selection(NamedTuple):
     """The result of the filter.
 
-    episodes: of the selected groups, in order. groups_kept: the number of these groups. columns: the columns of the
-    row, about the spread of rewards before the filter, and how many groups it selected.
+    episodes: of the selected groups, in order. stds: (P,) reward std of each group before the filter. is_kept: (P,)
+    bool, whether the filter kept the group.
     """
 
     episodes: list[Episode]
-    groups_kept: int
-    columns: dict[str, float]
+    stds: Tensor
+    is_kept: Tensor
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no episode is left to train on, because the filter kept no group or the losses leave out all."""
+        return all(episode.is_masked for episode in self.episodes)
+
+    @property
+    def groups_kept(self) -> int:
+        """Number of groups that the filter kept."""
+        return int(self.is_kept.sum())
+
+    @property
+    def columns(self) -> dict[str, float]:
+        """The columns of the row, about the spread of rewards before the filter, and what it kept."""
+        return {
+            "reward_std": float(self.stds.mean()),
+            "reward_std_max": float(self.stds.max()),
+            "zero_std_groups": int((self.stds <= ZERO_SCORE).sum()),
+            "groups": len(self.is_kept),
+            "groups_kept": self.groups_kept,
+            "kept_ratio": self.groups_kept / len(self.is_kept),
+            # The mean over no groups would be NaN. The column is documented as 0 in this case, which `groups_kept`
+            # distinguishes from a measured 0. Stop rules and comparisons of arms do not read it.
+            "reward_std_kept": float(self.stds[self.is_kept].mean()) if self.groups_kept else 0.0,
+        }
+
+    def extend(self, other: "Selection", max_groups: int) -> "Selection":
+        """Append the result for another batch of groups, and drop the last ones of more than `max_groups` kept groups.
+
+        Groups of `other` are numbered from 0, and here after the groups of `self`.
+        """
+        first = len(self.is_kept)
+        is_kept = torch.cat([self.is_kept, other.is_kept])
+        is_kept &= is_kept.cumsum(0) <= max_groups
+        episodes = [*self.episodes, *(e._replace(group=e.group + first) for e in other.episodes)]
+        return Selection(
+            [episode for episode in episodes if is_kept[episode.group]], torch.cat([self.stds, other.stds]), is_kept
+        )
 
 
 def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_size: int) -> Selection:
@@ -54,27 +93,26 @@ def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_s
     stds = compute_group_scores("reward_std", rewards)
     _check_finite({"rewards": rewards, f"scores ({settings.rollout_filter_metric})": scores, "reward stds": stds})
     is_largest, has_zero = settings.rollout_filter_type == "largest", settings.rollout_filter_include_zero
-    is_kept = select_groups(scores, _make_rule(settings), is_largest, has_zero)
-    groups_kept = int(is_kept.sum())
-    columns = {
-        "reward_std": float(stds.mean()),
-        "reward_std_max": float(stds.max()),
-        "zero_std_groups": int((stds <= ZERO_SCORE).sum()),
-        "groups": len(is_kept),
-        "groups_kept": groups_kept,
-        "kept_ratio": groups_kept / len(is_kept),
-        # The mean over no groups would be NaN. The column is documented as 0 in this case, which `groups_kept`
-        # distinguishes from a measured 0. Stop rules and comparisons of arms do not read it.
-        "reward_std_kept": float(stds[is_kept].mean()) if groups_kept else 0.0,
-    }
-    return Selection([episode for episode in episodes if is_kept[episode.group]], groups_kept, columns)
+    is_candidate = select_groups(scores, lambda scores, *_: torch.ones_like(scores, dtype=torch.bool), True, has_zero)
+    groups = [episodes[number * group_size :][:group_size] for number in is_candidate.nonzero().flatten().tolist()]
+    is_kept = select_groups(scores, _make_rule(settings, groups), is_largest, has_zero)
+    kept_episodes = [_mask_episode(episode, settings) for episode in episodes if is_kept[episode.group]]
+    return Selection(kept_episodes, stds, is_kept)
 
 
-def _make_rule(settings: FilterConfig) -> Rule:
-    """Make the rule of the strategy that `settings` selects."""
+def _mask_episode(episode: Episode, settings: FilterConfig) -> Episode:
+    """Mark an episode that the losses leave out according to `settings`. Its group's advantages still count it."""
+    is_void = settings.mask_void_turns and not all(episode.turn_validity)
+    is_cut = settings.mask_truncated_completions and episode.is_truncated
+    return episode._replace(is_masked=True) if is_void or is_cut else episode
+
+
+def _make_rule(settings: FilterConfig, groups: Sequence[Sequence[Episode]]) -> Rule:
+    """Make the rule of the strategy that `settings` selects. groups: the candidates, for a plug-in with `groups`."""
     if settings.rollout_filter_strategy not in FILTER_STRATEGIES:
         own_rule = get_part(settings.rollout_filter_strategy)
-        return lambda scores, largest, num_groups: own_rule(scores, settings.rollout_filter_value, largest)
+        arguments = {"groups": groups} if has_parameter(own_rule, "groups") else {}
+        return lambda scores, largest, num_groups: own_rule(scores, settings.rollout_filter_value, largest, **arguments)
     return parse_rule(
         settings.rollout_filter_strategy,
         settings.rollout_filter_value,
@@ -129,7 +167,9 @@ def make_targets(
         advantages, returns = _compute_advantages(batch, rewards, values, settings)
     else:
         scores = _compute_scores(batch, rewards)
-        advantages = compute_tree_advantages(batch, scores, settings.norm_adv_by_std_in_grpo)
+        advantages = compute_tree_advantages(
+            batch, scores, settings.norm_adv_by_std_in_grpo, settings.scale_rewards == "batch"
+        )
         returns = torch.zeros_like(rewards)
         loss_weights = compute_tree_weights(
             batch.mask, batch.turns, batch.tree_ids, batch.is_root, settings.tree_weighting, settings.train_children
@@ -146,17 +186,23 @@ def _compute_advantages(
     """Compute advantages and returns (B, T) with the estimator. Without a critic, returns are 0 and unused."""
     if settings.estimator.needs_critic:
         assert values is not None
-        if settings.bi_level_gae:
-            estimate = bi_level_gae(
-                rewards, values, batch.mask, batch.turns, settings.gamma, settings.lam, settings.high_level_gamma
-            )
-        else:
-            estimate = gae(rewards, values, batch.mask, settings.gamma, settings.lam)
+        trajectories = (rewards, values, batch.mask)
+
+        def estimate(lam: float) -> AdvantagesReturns:
+            if settings.bi_level_gae:
+                return bi_level_gae(*trajectories, batch.turns, settings.gamma, lam, settings.high_level_gamma)
+            return gae(*trajectories, settings.gamma, lam)
+
+        advantages, returns = estimate(settings.lam)
+        if settings.critic_lam is not None:
+            returns = estimate(settings.critic_lam).returns
         # As published. Critic-free estimators center or whiten themselves.
-        return masked_whiten(estimate.advantages, batch.mask), estimate.returns
+        return masked_whiten(advantages, batch.mask), returns
     groups = (_compute_scores(batch, rewards), batch.group_ids, batch.mask)
     estimators: dict[str, Callable[[], Tensor]] = {
-        "grpo": lambda: grpo(*groups, settings.norm_adv_by_std_in_grpo),
+        "grpo": lambda: grpo(
+            *groups, settings.norm_adv_by_std_in_grpo, has_batch_std=settings.scale_rewards == "batch"
+        ),
         "rloo": lambda: rloo(*groups),
         "reinforce_plus_plus": lambda: reinforce_plus_plus(rewards, batch.mask, settings.gamma),
         "reinforce_plus_plus_baseline": lambda: reinforce_plus_plus_baseline(*groups),
@@ -175,16 +221,23 @@ def _compute_scores(batch: Batch, rewards: Tensor) -> Tensor:
     return (rewards * batch.mask).sum(1)
 
 
-def compute_tree_advantages(batch: Batch, scores: Tensor, norm_by_std: bool) -> Tensor:
+def compute_tree_advantages(batch: Batch, scores: Tensor, norm_by_std: bool, has_batch_std: bool = False) -> Tensor:
     """Compute the advantage of each root among the roots of its group, and give it to all tokens of its tree, (B, T).
 
-    scores: (B,) of each rollout, not read for children. norm_by_std: see `grpo`. The constants are from rlm_grpo: the
-    variance divides by G, and a std up to 1e-8 gives advantage 0.
+    scores: (B,) of each rollout, not read for children. norm_by_std, has_batch_std: see `grpo`. The constants are from
+    rlm_grpo: the variance divides by G, and a std up to 1e-8 gives advantage 0.
     """
     roots = batch.is_root
     one_token = torch.ones(int(roots.sum()), 1, dtype=torch.bool, device=scores.device)
     root_advantages = grpo(
-        scores[roots], batch.group_ids[roots], one_token, norm_by_std, correction=0, std_floor=1e-8, min_std=1e-8
+        scores[roots],
+        batch.group_ids[roots],
+        one_token,
+        norm_by_std,
+        has_batch_std=has_batch_std,
+        correction=0,
+        std_floor=1e-8,
+        min_std=1e-8,
     )
     of_tree = torch.zeros(int(batch.tree_ids.max()) + 1, dtype=scores.dtype, device=scores.device)
     of_tree = of_tree.index_put((batch.tree_ids[roots],), root_advantages[:, 0])

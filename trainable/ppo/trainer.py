@@ -1,7 +1,7 @@
 """The PPO trainer. Its `step` makes one training step, with its parts in the order of the published code (RAGEN)."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple, cast
@@ -135,9 +135,10 @@ class PPOTrainer:
         # The setting can only shorten the model's context.
         context = min(model_context, config.rollout.max_model_len or model_context)
         self.player = make_player(config, policy, self.codec, context)
-        self.levels, self.val_levels, self.test_levels, is_unseen = make_run_levels(self.level_source, config)
+        run_levels = make_run_levels(self.level_source, config)
+        self.levels, self.refill_levels, self.val_levels, self.test_levels, is_unseen = run_levels
         # Check before starting an engine for settings that cannot work.
-        all_levels = [*self.val_levels, *self.test_levels, *chain(*self.levels)]
+        all_levels = [*self.val_levels, *self.test_levels, *chain(*self.levels, *self.refill_levels)]
         self.player.check_first_turns(all_levels, config.rollout.response_length)
         # The engine needs a fixed prompt on which to compare log-probs. Any level will do.
         prompt = self.player.encode_first_turn(self.val_levels[0])
@@ -154,7 +155,8 @@ class PPOTrainer:
 
         0. Before the first step, validate the base policy.
         1. Roll out P x G episodes, and compute the collapse diagnostics with the policy that sampled them.
-        2. Filter the groups by their scores. If the filter keeps no group, there is no batch to train on.
+        2. Filter the groups by their scores, and sample further groups for those that it drops, if the settings say so.
+           If the filter keeps no group, or the losses leave out all episodes, there is no batch to train on.
         3. to 6. Make a batch, its values, its reference log-probs, and its advantages and returns.
         7. Update the critic. Analyze gradients now if due, since they are of the policy that sampled the episodes.
         8. Update the policy, and sync its weights to the sampling engine.
@@ -180,8 +182,15 @@ class PPOTrainer:
         collapse = self.diagnostics.collapse(self, episodes)
         with add_step(f"in step {self.step_index}"):
             selection = filter_episodes(episodes, config.filter, config.env.group_size)  # 2
-        self.consecutive_empty_steps = 0 if selection.episodes else self.consecutive_empty_steps + 1
-        prepared = self._prepare_selected(selection, timer) if selection.episodes else None  # 3 to 6
+            further_batches = list(self._refill(selection, timer))
+        for further_episodes, further_selection in further_batches:
+            first_group = len(selection.is_kept)
+            episodes = [*episodes, *(e._replace(group=e.group + first_group) for e in further_episodes)]
+            selection = selection.extend(further_selection, config.env.env_groups)
+        if further_batches:
+            mismatch = self.engine.measure_mismatch(list_rollouts(episodes), self.step_index)
+        self.consecutive_empty_steps = self.consecutive_empty_steps + 1 if selection.is_empty else 0
+        prepared = None if selection.is_empty else self._prepare_selected(selection, timer)  # 3 to 6
         if prepared:
             before_update()
         critic_meter = self._update_critic(prepared, timer) if prepared and plan.critic else None  # 7
@@ -197,6 +206,7 @@ class PPOTrainer:
             trained_episodes = record_trained_episodes(
                 selection.episodes, prepared, num_recorded, self.step_index, self.codec, self._tree_settings
             )
+        masked_episodes = sum(episode.is_masked for episode in selection.episodes)
         base_columns = summarize_validation(base_evaluations, self.is_val_unseen)
         budget = self._count_budget(episodes, policy_meter, prepared)
         columns: Columns = {
@@ -208,6 +218,8 @@ class PPOTrainer:
             "engine_prompt_mismatch": prompt_mismatch,
             **dict(zip(MISMATCH_COLUMNS, mismatch or (), strict=False)),
             **selection.columns,
+            "masked_episodes": masked_episodes if config.filter.masks_episodes else None,
+            "gen_batches": 1 + len(further_batches) if config.further_batches else None,
             **batch_columns,
             **summarize_validation(evaluations, self.is_val_unseen),
             **budget,
@@ -229,7 +241,7 @@ class PPOTrainer:
     ) -> dict[str, float]:
         """Collect the columns of the game's measures, in training and in the sampled evaluation of each validation."""
         measures_by_prefix = {
-            "train": measure_episodes(self.level_source, self.levels[self.step_index - 1], episodes),
+            "train": measure_episodes(self.level_source, list(chain(*self._list_step_batches())), episodes),
             "base_val": base_evaluations[0].measures if base_evaluations else {},
             "val": evaluations[0].measures if evaluations else {},
         }
@@ -239,14 +251,32 @@ class PPOTrainer:
             for name, mean in measures.items()
         }
 
+    def _list_step_batches(self) -> list[list[Level]]:
+        """List the batches of levels that the current step may sample, in their order."""
+        count = self.config.further_batches
+        first = (self.step_index - 1) * count
+        return [self.levels[self.step_index - 1], *self.refill_levels[first : first + count]]
+
+    def _refill(self, selection: Selection, timer: PhaseTimer) -> Iterator[tuple[list[Episode], Selection]]:
+        """Sample and filter further batches of levels until env.env_groups groups have passed the filter."""
+        env, groups_kept = self.config.env, selection.groups_kept
+        for number, levels in enumerate(self._list_step_batches()[1:], 1):
+            if groups_kept >= env.env_groups:
+                return
+            with timer.measure("rollout"):
+                episodes = self.roll_out(levels, env.group_size, "sampling", number)
+            further_selection = filter_episodes(episodes, self.config.filter, env.group_size)
+            groups_kept += further_selection.groups_kept
+            yield episodes, further_selection
+
     def _collect_episodes(self) -> list[Episode]:
         """Roll out the training levels of the current step."""
         return self.roll_out(self.levels[self.step_index - 1], self.config.env.group_size, "sampling")
 
-    def roll_out(self, levels: Sequence[Level], group_size: int, purpose: str) -> list[Episode]:
+    def roll_out(self, levels: Sequence[Level], group_size: int, purpose: str, *indices: int) -> list[Episode]:
         """Sample training episodes: `group_size` per level, in the order of the levels.
 
-        purpose: selects the random stream in `make_rng`, together with the step.
+        purpose, indices: select the random stream in `make_rng`, together with the step.
         """
         rollout = self.config.rollout
         return self._roll_out_levels(
@@ -255,6 +285,7 @@ class PPOTrainer:
             group_size,
             rollout.temperature,
             purpose,
+            *indices,
             has_passes_next=True,
             recomputes_logprobs=rollout.recompute_logprobs,
         )
@@ -266,7 +297,7 @@ class PPOTrainer:
         group_size: int,
         temperature: float,
         purpose: str,
-        *,
+        *indices: int,
         has_passes_next: bool,
         recomputes_logprobs: bool,
     ) -> list[Episode]:
@@ -279,10 +310,10 @@ class PPOTrainer:
         local_range = compute_local_range(len(levels), self.world)
         local_levels = [levels[number] for number in local_range]
         # A sampler spawns one child generator per episode. Skip the generators of episodes that lower ranks play.
-        rng = make_rng(self.config.seed, purpose, self.step_index)
+        rng = make_rng(self.config.seed, purpose, self.step_index, *indices)
         rng = skip_child_seeds(rng, local_range.start * group_size)
         # The environment has a separate stream, so that its randomness never depends on what was sampled.
-        luck_rng = make_rng(self.config.seed, "environment", PURPOSES[purpose], self.step_index)
+        luck_rng = make_rng(self.config.seed, "environment", PURPOSES[purpose], self.step_index, *indices)
         sampling_params = self._make_sampling_params(temperature)
         episodes: list[Episode] = []
         with engine.wake_up():  # even on a rank without levels, since all ranks must gather weights
@@ -346,6 +377,8 @@ class PPOTrainer:
         targets = make_targets(
             batch, values, ref_logprobs, config.algorithm, self.kl_coef, filter_scale, config.env.kind.has_trees
         )  # 6
+        # Only now, so that masked episodes count in the advantages of their groups.
+        batch = batch._replace(mask=batch.mask & ~batch.is_masked[:, None])
         return PreparedBatch(batch, targets, make_update_order(batch, config.actor.loss.needs_whole_groups))
 
     def _update_critic(self, prepared: PreparedBatch, timer: PhaseTimer) -> Meter:

@@ -40,7 +40,8 @@ class Episode(NamedTuple):
     which its root asked it. answer: in a game of trees, the final answer, if any. evidence: the passages that a perfect
     answer of the root quotes.
     engine_logprobs: (T,), the log-probs reported by the engine if the trainer has recomputed `logprobs`, otherwise
-    None.
+    None. is_truncated: whether a reply was cut at its maximum length, or the context had no room for another turn.
+    is_masked: whether the losses leave the episode out, although it counts in the advantages.
     """
 
     level_seed: int
@@ -60,6 +61,8 @@ class Episode(NamedTuple):
     parent_turn: int = -1
     answer: str | None = None
     evidence: tuple[str, ...] = ()
+    is_truncated: bool = False
+    is_masked: bool = False
 
     @property
     def rollouts(self) -> tuple["Episode", ...]:
@@ -141,6 +144,12 @@ class Transcript:
         last_reply = self.replies[-1]
         return last_reply is not None and last_reply.finished
 
+    def has_cut_reply(self, max_reply_tokens: int) -> bool:
+        """Check whether a reply was cut at its maximum length."""
+        replies = [reply for reply in self.replies if reply is not None]
+        # Another token than the end marker may have ended an unfinished reply.
+        return any(not reply.finished and len(reply.token_ids) >= max_reply_tokens for reply in replies)
+
     def append_prompt(self, ids: Sequence[int]) -> None:
         """Append the tokens that the policy reads before its next reply."""
         self._append(np.asarray(ids, dtype=np.int64), None)
@@ -192,6 +201,7 @@ class Batch(NamedTuple):
     int64, equal for an episode and its children. is_root: (B,) bool, False for children. engine_logprobs: like
     `logprobs`, as reported by the engine if it has its own copy of the weights, otherwise equal to `logprobs`.
     entropies: float32, entropy of the sampling distribution at each sampled token, in nats; 0 elsewhere.
+    is_masked: (B,) bool, see `Episode`.
     """
 
     tokens: Tensor
@@ -206,6 +216,7 @@ class Batch(NamedTuple):
     is_root: Tensor
     engine_logprobs: Tensor
     entropies: Tensor
+    is_masked: Tensor
 
     def select_rows(self, index: Tensor) -> "Batch":
         """Select the episodes at `index` (N,), cut to the longest of them."""
@@ -258,6 +269,7 @@ def collate(episodes: Sequence[Episode]) -> Batch:
             [episode.logprobs if episode.engine_logprobs is None else episode.engine_logprobs for episode in episodes]
         ),
         entropies=pad([episode.entropies for episode in episodes]),
+        is_masked=torch.tensor([episode.is_masked for episode in episodes]),
     )
 
 

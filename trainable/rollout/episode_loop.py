@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from trainable.algo.advantages import compute_overlong_penalty
 from trainable.config.run_config import RunConfig
 from trainable.envs.environment import Environment, Level, PlayedTurn, RewardFunction, State, TurnLimits
 from trainable.envs.games.make import get_turn_limits, make_environment, make_reward_function
@@ -93,7 +94,7 @@ class TurnPlayer:
 
     format_penalty: added to the reward of an invalid turn. context_length: maximum tokens per conversation.
     compute_rewards: if not None, replaces the game's rewards when an episode is finished; prompts still show the
-    game's.
+    game's. overlong_buffer, overlong_factor: see `compute_overlong_penalty`; a buffer of 0 turns it off.
     """
 
     environment: Environment[Any]
@@ -103,6 +104,8 @@ class TurnPlayer:
     format_penalty: float
     context_length: int
     compute_rewards: RewardFunction | None = None
+    overlong_buffer: int = 0
+    overlong_factor: float = 1.0
 
     def encode_first_turn(self, level: Level) -> list[int]:
         """See `Player.encode_first_turn`."""
@@ -160,7 +163,7 @@ class TurnPlayer:
             if next_rows:
                 conversation.submit(next_rows, new_tokens)
             num_waiting += len(next_rows) - len(rows)
-        return [self._make_episode(state) for state in states]
+        return [self._make_episode(state, request.params.max_new_tokens) for state in states]
 
     def _apply_replies(
         self, states: Sequence[_EpisodeState], replies: Sequence[SampledReply], luck: np.ndarray
@@ -215,21 +218,22 @@ class TurnPlayer:
                 state.out_of_context = True
         return next_rows, new_tokens
 
-    def _make_episode(self, state: _EpisodeState) -> Episode:
+    def _make_episode(self, state: _EpisodeState, max_reply_tokens: int) -> Episode:
         """Make the record of a finished episode."""
         return Episode(
             level_seed=state.level.seed,
             group=state.group,
             **state.transcript.make_arrays(),
-            turn_rewards=self._compute_turn_rewards(state),
+            turn_rewards=self._compute_turn_rewards(state, max_reply_tokens),
             turn_actions=tuple(state.turn_actions),
             turn_validity=tuple(state.turn_validity),
             stop_reason=self._find_stop_reason(state),
             texts=tuple(state.transcript.texts),
+            is_truncated=state.out_of_context or state.transcript.has_cut_reply(max_reply_tokens),
         )
 
-    def _compute_turn_rewards(self, state: _EpisodeState) -> tuple[float, ...]:
-        """Compute all turn rewards, with format penalties. ValueError unless `compute_rewards` gives one per turn."""
+    def _compute_turn_rewards(self, state: _EpisodeState, max_reply_tokens: int) -> tuple[float, ...]:
+        """Compute all turn rewards, with penalties. ValueError unless `compute_rewards` gives one per turn."""
         rewards: Sequence[float] = state.rewards
         if self.compute_rewards is not None:
             columns = (state.transcript.texts, state.turn_actions, map(float, state.rewards), state.turn_validity)
@@ -237,10 +241,17 @@ class TurnPlayer:
             rewards = [float(reward) for reward in self.compute_rewards(state.level, turns)]
             if len(rewards) != len(turns):
                 raise ValueError(f"env.reward returned {len(rewards)} rewards for an episode of {len(turns)} turns.")
-        return tuple(
+        rewards = [
             reward + self.format_penalty * (not is_valid)
             for reward, is_valid in zip(rewards, state.turn_validity, strict=True)
-        )
+        ]
+        if self.overlong_buffer:
+            lengths = [len(reply.token_ids) for reply in state.transcript.replies if reply is not None]
+            rewards = [
+                reward + compute_overlong_penalty(length, max_reply_tokens, self.overlong_buffer, self.overlong_factor)
+                for reward, length in zip(rewards, lengths, strict=True)
+            ]
+        return tuple(rewards)
 
     def _find_stop_reason(self, state: _EpisodeState) -> StopReason:
         if state.done:  # checked first, since the last allowed action may end the level
@@ -277,4 +288,14 @@ def make_player(config: RunConfig, policy: Policy, codec: Codec, context_length:
     environment = make_environment(env)
     template = make_prompt_template(environment, style, env.max_actions_per_traj, policy.chat_format)
     limits, compute_rewards = get_turn_limits(env), make_reward_function(env)
-    return TurnPlayer(environment, template, codec, limits, env.format_penalty, context_length, compute_rewards)
+    return TurnPlayer(
+        environment,
+        template,
+        codec,
+        limits,
+        env.format_penalty,
+        context_length,
+        compute_rewards,
+        env.overlong_buffer_len,
+        env.overlong_penalty_factor,
+    )

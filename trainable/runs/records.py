@@ -67,10 +67,16 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     Column(
         "reward_std_kept", "reward", "reward_std over the kept groups; 0 if none", "rollout/chosen_in_group_reward_std"
     ),
+    Column("gen_batches", "batches", "batches of levels sampled; missing if it is always one"),
+    Column(
+        "masked_episodes",
+        "episodes",
+        "kept episodes that the losses leave out; missing if no setting masks any",
+    ),
     Column(
         "consecutive_empty_steps",
         "steps",
-        "consecutive steps, up to this one, in which the filter kept no group",
+        "consecutive steps, up to this one, with nothing to train on",
         "rollout/consecutive_empty_after_filter_steps",
     ),
     # The update. If the filter kept no group, all but the engine's columns are missing.

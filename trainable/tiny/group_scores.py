@@ -109,6 +109,7 @@ def describe_groups(configs: Iterable[RunConfig]) -> list[str]:
         for index, entry in enumerate(read_group_scores()):
             if entry.settings == settings:
                 has_scores = config.env.reward == GAME_REWARD and config.env.format_penalty == entry.format_penalty
+                has_scores &= config.env.overlong_buffer_len == 0
                 sizes.setdefault((index, has_scores), set()).add(config.env.group_size)
     return [
         _format_shares(read_group_scores()[index], sorted(group_sizes), has_scores)

@@ -70,7 +70,8 @@ def estimate_update_flops(shape: ModelShape, config: RunConfig) -> float:
     train_passes = 3 - (config.model.lora_rank > 0) + config.model.enable_gradient_checkpointing
     policy_passes = actor.ppo_epochs * (train_passes + actor.loss.needs_pass_before_step) + config.trains_with_reference
     # An engine with its own weights needs one more pass, for the log-probs of the policy, unless that is off.
-    policy_passes += config.rollout.has_own_weights and config.rollout.recompute_logprobs
+    if config.rollout.has_own_weights and config.rollout.recompute_logprobs:
+        policy_passes += config.filter.max_num_gen_batches
     critic_passes = float(config.algorithm.estimator.needs_critic)  # values of the rollouts
     if "critic" in count_trained_parameters(shape, config):  # else a head on the policy's trunk, if any
         critic_passes += config.critic.ppo_epochs * train_passes
@@ -103,7 +104,8 @@ def estimate_run_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) 
     env, steps = config.env, config.trainer.total_training_steps
     seconds = steps * estimate_update_flops(shape, config) / count_ranks(config) / rates.peak_flops_per_s / ASSUMED_MFU
     val_rows = env.val_env_groups * env.val_group_size
-    rollouts = [(steps, config.episodes_per_step), (count_validations(config), val_rows), (2, env.test_env_groups)]
+    batches = steps * config.filter.max_num_gen_batches
+    rollouts = [(batches, config.episodes_per_step), (count_validations(config), val_rows), (2, env.test_env_groups)]
     seconds += sum(count * estimate_sampling_seconds(shape, config, rows, rates) for count, rows in rollouts if rows)
     return seconds / min(config.trainer.n_gpus_per_node, 1.0)
 
@@ -117,7 +119,7 @@ def estimate_cpu_run_seconds(spec: RunSpec, family: Family) -> float:
     if shape is None:
         return math.inf
     env, tokens = config.env, round(TYPICAL_FILL * compute_max_tokens(config))
-    episodes = spec.steps * env.env_groups * env.group_size + 2 * env.test_env_groups
+    episodes = spec.steps * (1 + config.further_batches) * env.env_groups * env.group_size + 2 * env.test_env_groups
     episodes += count_validations(config) * env.val_env_groups * env.val_group_size
     sampling_flops = episodes * estimate_forward_flops(shape, [tokens], tokens, shape.vocab_size)
     # A typical tree asks no child.

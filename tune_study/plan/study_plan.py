@@ -429,9 +429,11 @@ def check_level_seeds(plan: StudyPlan) -> None:
     by chance.
     """
     for spec in plan.runs if plan.study.family.is_fine_tuning else ():
-        trained, validated = spec.ppo_config.training_level_seeds, spec.ppo_config.validation_level_seeds
-        if max(trained.start, validated.start) < min(trained.stop, validated.stop):
-            free = spec.ppo_config.env.seed_train + len(trained)
+        config = spec.ppo_config
+        validated, free = config.validation_level_seeds, config.env.seed_train + len(config.training_level_seeds)
+        for trained in (config.training_level_seeds, config.refill_level_seeds):
+            if max(trained.start, validated.start) >= min(trained.stop, validated.stop):
+                continue
             raise PlanError(
                 f"env.seed_val={validated.start}: the validation levels have the seeds {validated.start} to "
                 f"{validated.stop - 1}, and those from {trained.start} to {trained.stop - 1} are training levels of "

@@ -61,6 +61,10 @@ def test_every_rollout_has_the_advantage_of_its_root_among_roots(norm_by_std: bo
     by_rollout = [float(row[mask].unique()) for row, mask in zip(advantages, batch.mask, strict=True)]
     assert by_rollout == pytest.approx([expected, expected, -expected, 0, 0, 0, 0])
     assert (advantages[~batch.mask] == 0).all()
+    # Over the batch, the deviation is that of all four roots.
+    std = float(batch.scores[batch.is_root].std(correction=0)) if norm_by_std else 1.0
+    by_batch = compute_tree_advantages(batch, scores, norm_by_std, has_batch_std=True)
+    torch.testing.assert_close(by_batch, compute_tree_advantages(batch, scores, norm_by_std=False) / std)
 
 
 @pytest.mark.long
@@ -256,6 +260,11 @@ def test_no_child_is_asked_where_none_may_be_and_markers_of_the_chat_format_are_
         ({"algorithm__adv_estimator": "gae"}, "set algorithm.adv_estimator=grpo"),
         ({"actor__policy_loss": "tpo", "algorithm__adv_estimator": "grpo"}, "actor.policy_loss"),
         ({"env__group_size": 1}, "set env.group_size=2 or more"),
+        (
+            {"filter__max_num_gen_batches": 2, "filter__rollout_filter_include_zero": False},
+            "filter.max_num_gen_batches=1",
+        ),
+        ({"filter__mask_void_turns": True}, "set filter.mask_void_turns=false"),
         ({"trainer__gradient_analysis_mode": True}, "set trainer.gradient_analysis_mode=false"),
         ({"collapse_detection__first_turn_enabled": True}, "set collapse_detection.first_turn_enabled=false"),
         ({"algorithm__use_kl_in_reward": True}, "set algorithm.use_kl_in_reward=false"),

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -5,7 +6,7 @@ from torch import Tensor
 
 from tests.oracles import algo as oracle
 from tests.strategies.algo import Sequences, discounts, examples, sequences
-from trainable.algo.advantages import bi_level_gae, conserve_rewards, gae
+from trainable.algo.advantages import bi_level_gae, compute_overlong_penalty, conserve_rewards, gae
 from trainable.algo.reductions import masked_whiten
 
 
@@ -169,3 +170,13 @@ def test_one_turn_is_gae_over_tokens_and_one_token_a_turn_gae_over_turns(
     turn_ids = torch.arange(batch.mask.shape[1]).expand_as(batch.mask)
     bi_level_result = bi_level_gae(batch.rewards, batch.values, batch.mask, turn_ids, 0.5, lam, gamma)
     torch.testing.assert_close(bi_level_result, gae(batch.rewards, batch.values, batch.mask, gamma, lam))
+
+
+@given(st.integers(1, 50), st.data())
+def test_the_overlong_penalty_is_that_of_dapo(max_tokens: int, data: st.DataObject) -> None:
+    buffer, length = data.draw(st.integers(1, max_tokens)), data.draw(st.integers(1, max_tokens))
+    # Eq. 13 of arXiv:2503.14476; a reply of more than L_max tokens cannot be sampled.
+    expected = 0.0 if length <= max_tokens - buffer else ((max_tokens - buffer) - length) / buffer
+    assert compute_overlong_penalty(length, max_tokens, buffer, 1.0) == pytest.approx(expected)
+    assert compute_overlong_penalty(length, max_tokens, buffer, 0.3) == pytest.approx(0.3 * expected)
+    assert compute_overlong_penalty(max_tokens, max_tokens, buffer, 2.0) == -2.0

@@ -43,6 +43,27 @@ def test_grpo_of_another_source_equals_the_loop(group_scores: GroupScores, floor
     assert_broadcast(advantages, oracle.population_grpo(*group_scores, floor), mask)
 
 
+@examples
+@given(grouped_scores())
+def test_grpo_with_the_std_of_the_batch_equals_the_loop(group_scores: GroupScores) -> None:
+    scores, group_ids, mask = make_tensors(group_scores)
+    advantages = grpo(scores, group_ids, mask, norm_by_std=True, has_batch_std=True)
+    assert_broadcast(advantages, oracle.batch_grpo(*group_scores), mask)
+    # In a single group, both deviations are the same.
+    one_group = torch.zeros_like(group_ids)
+    plain, batch = (grpo(scores, one_group, mask, norm_by_std=True, has_batch_std=x) for x in (False, True))
+    assert torch.equal(plain, batch)
+
+
+def test_with_the_std_of_the_batch_a_group_of_small_spread_has_small_advantages() -> None:
+    scores, group_ids = torch.tensor([0.0, 1.0, 0.0, 10.0]), torch.tensor([0, 0, 1, 1])
+    mask = torch.ones(4, 1, dtype=torch.bool)
+    advantages = grpo(scores, group_ids, mask, norm_by_std=True, has_batch_std=True)[:, 0]
+    assert advantages[1] > 0
+    assert float(advantages[3] / advantages[1]) == pytest.approx(10)
+    assert float(advantages[1]) == pytest.approx(0.5 / (float(scores.std()) + 1e-6))
+
+
 def test_a_score_that_is_not_a_number_stays_one_in_its_group() -> None:
     scores, mask = torch.tensor([1.0, torch.nan, 1.0, 2.0]), torch.ones(4, 1, dtype=torch.bool)
     advantages = grpo(scores, torch.tensor([0, 0, 1, 1]), mask, norm_by_std=True, min_std=1e-8)

@@ -57,6 +57,12 @@ PUBLISHED = [
     ("es_manager.val.group_size", "1", "env.val_group_size", 1),
     ("es_manager.val.env_configs.n_groups", "[512]", "env.val_env_groups", 512),
     ("algorithm.kl_ctrl.kl_coef", "0.0", "algorithm.kl_ctrl.kl_coef", 0.0),
+    ("scale_rewards", "batch", "algorithm.scale_rewards", "batch"),
+    ("mask_truncated_completions", "True", "filter.mask_truncated_completions", True),
+    ("actor_rollout_ref.actor.mask_void_turns", "True", "filter.mask_void_turns", True),
+    ("algorithm.filter_groups.max_num_gen_batches", "10", "filter.max_num_gen_batches", 10),
+    ("reward_model.overlong_buffer.len", "100", "env.overlong_buffer_len", 100),
+    ("reward_model.overlong_buffer.penalty_factor", "0.5", "env.overlong_penalty_factor", 0.5),
 ]
 
 
@@ -233,6 +239,15 @@ HASHED: list[tuple[dict[str, object], dict[str, object], bool]] = [
     ({"model.lora_rank": 8}, {"model.lora_alpha": 32}, True),
     ({"model.lora_rank": 8}, {"model.load_in_4bit": True}, True),
     (LAKE, {"env.colors": 6}, False),
+    ({}, {"algorithm.critic_lam": 0.9}, True),
+    ({}, {"algorithm.scale_rewards": "batch"}, True),
+    ({"algorithm.norm_adv_by_std_in_grpo": False}, {"algorithm.scale_rewards": "none"}, False),
+    ({}, {"filter.max_num_gen_batches": 2}, False),
+    ({"filter.rollout_filter_include_zero": False}, {"filter.max_num_gen_batches": 2}, True),
+    ({}, {"filter.mask_void_turns": True}, True),
+    ({}, {"filter.mask_truncated_completions": True}, True),
+    ({}, {"env.overlong_penalty_factor": 2}, False),
+    ({"env.overlong_buffer_len": 100}, {"env.overlong_penalty_factor": 2}, True),
     (LAKE, {"env.success_rate": 0.5}, True),
 ]
 

@@ -1,7 +1,7 @@
 import pytest
 
 from trainable.config.run_config import RunConfig
-from trainable.config.sections import EnvConfig, TrainerConfig
+from trainable.config.sections import EnvConfig, FilterConfig, TrainerConfig
 from trainable.envs import level_sets
 from trainable.envs.environment import FIRST_TEST_SEED
 from trainable.envs.sokoban.game import Sokoban
@@ -38,7 +38,12 @@ def test_validation_levels_are_the_published_seeds():
 @pytest.mark.parametrize("seed", [0, 3])
 def test_a_run_has_the_level_seeds_of_its_configuration(monkeypatch, seed):
     env = EnvConfig(env_groups=3, val_env_groups=5, test_env_groups=4, seed_train=700, seed_val=50)
-    config = RunConfig(seed=seed, env=env, trainer=TrainerConfig(total_training_steps=4))
+    config = RunConfig(
+        seed=seed,
+        env=env,
+        trainer=TrainerConfig(total_training_steps=4),
+        filter=FilterConfig(max_num_gen_batches=3, rollout_filter_include_zero=False),
+    )
     monkeypatch.setattr(level_sets, "collect_excluded_keys", lambda *_: frozenset())  # none is replaced
     levels = level_sets.make_run_levels(SOKOBAN, config)
     first = 700 + 1_000_000 * seed
@@ -46,6 +51,11 @@ def test_a_run_has_the_level_seeds_of_its_configuration(monkeypatch, seed):
         [first + 3 * step, first + 3 * step + 1, first + 3 * step + 2] for step in range(4)
     ]
     assert config.training_level_seeds == range(first, first + 12)
+    # Two further batches per step, with seeds that neither training nor gradient analyses have.
+    assert [seed for batch in levels.refill for seed in list_seeds(batch)] == [
+        first + 250_000 + number for number in range(24)
+    ]
+    assert list(map(len, levels.refill)) == [3] * 8
     assert list_seeds(levels.validation) == [*config.validation_level_seeds]
     assert min(list_seeds(levels.test)) >= FIRST_TEST_SEED
 

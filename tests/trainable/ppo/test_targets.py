@@ -69,6 +69,27 @@ def test_bi_level_gae_has_each_turns_reward_at_its_end() -> None:
     assert_close(actual.returns, torch.tensor([returns for _, returns in pairs]))
 
 
+@pytest.mark.parametrize("has_turns", [False, True])
+def test_the_critic_has_a_lambda_of_its_own(has_turns: bool) -> None:
+    settings = {"gamma": 0.98, "bi_level_gae": has_turns, "high_level_gamma": 0.8}
+    actor, critic, both = (
+        compute_targets(lam=0.7, **settings),
+        compute_targets(lam=1.0, **settings),
+        compute_targets(lam=0.7, critic_lam=1.0, **settings),
+    )
+    assert torch.equal(both.advantages, actor.advantages)
+    assert torch.equal(both.returns, critic.returns)
+    assert not torch.allclose(both.returns, actor.returns)
+    equal = compute_targets(lam=0.7, critic_lam=0.7, **settings)
+    assert torch.equal(equal.returns, actor.returns)
+
+
+def test_with_lambda_1_the_critic_is_fitted_to_the_score_whatever_it_predicts() -> None:
+    returns = compute_targets(lam=0.5, critic_lam=1.0).returns
+    assert_close(returns, broadcast_per_sequence(SCORES))
+    assert compute_targets(lam=0.5).returns.sub(returns)[BATCH.mask].abs().max() > 0.1
+
+
 SCORES, GROUPS = BATCH.scores.tolist(), BATCH.group_ids.tolist()
 
 
@@ -77,6 +98,13 @@ def test_grpo(by_std: bool) -> None:
     actual = compute_targets(adv_estimator="grpo", norm_adv_by_std_in_grpo=by_std)
     assert_close(actual.advantages, broadcast_per_sequence(oracle.grpo(SCORES, GROUPS, by_std)))
     assert not actual.returns.any()
+
+
+def test_grpo_with_the_std_of_the_batch() -> None:
+    actual = compute_targets(adv_estimator="grpo", scale_rewards="batch")
+    assert_close(actual.advantages, broadcast_per_sequence(oracle.batch_grpo(SCORES, GROUPS)))
+    unscaled = compute_targets(adv_estimator="grpo", scale_rewards="none")
+    assert_close(unscaled.advantages, broadcast_per_sequence(oracle.grpo(SCORES, GROUPS, norm_by_std=False)))
 
 
 def test_rloo() -> None:

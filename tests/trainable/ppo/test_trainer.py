@@ -139,6 +139,8 @@ def test_the_row_has_known_columns_and_misses_only_what_was_not_measured() -> No
         "seconds_gradient_analysis",
         "tpo_target_entropy",
         "tpo_target_top_prob",
+        "gen_batches",
+        "masked_episodes",
         "base_val_kl_to_reference",  # the reference is the policy before training
         # Measures of another game.
         *(f"{split}_{name}" for split in ("train", "val", "base_val") for name in ("children", "consistent_guesses")),

@@ -239,6 +239,29 @@ def test_a_conversation_that_would_outgrow_the_context_ends() -> None:
     assert summarize(play_one(*[answer("R")] * 5, context_length=context_length - 1))[3] == 1
 
 
+def test_an_episode_is_truncated_if_a_reply_is_cut_or_the_context_ends() -> None:
+    cut_reply = answer("R").removesuffix(END_OF_MESSAGE)
+    cut_reply += " U" * ((24 - len(encode(cut_reply))) // 2)
+    assert len(encode(cut_reply)) == 24
+    assert play_one(cut_reply, *[answer("R")] * 4).is_truncated
+    assert not play_one(*[answer("R")] * 5).is_truncated
+    assert not play_one(*[MALFORMED] * 5).is_truncated
+    # A reply that another token than the end marker ended is shorter.
+    assert not play_one("D", *[answer("R")] * 4).is_truncated
+    prompt_length = len(encode(PROMPT_TEMPLATE.format_first_turn(Observation(1, LEVELS[0].cells, 10))))
+    assert play_one(*[answer("R")] * 5, context_length=prompt_length + len(encode(answer("R"))) + 11 + 23).is_truncated
+
+
+def test_each_long_reply_is_punished_in_its_turn() -> None:
+    replies, length = [answer("R"), answer("RR"), *[answer("R")] * 3], len(encode(answer("R")))
+    plain = play_one(*replies)
+    punished = play_one(*replies, overlong_buffer=24 - length, overlong_factor=0.5)  # from the length of "R" on
+    differences = [after - before for after, before in zip(punished.turn_rewards, plain.turn_rewards, strict=True)]
+    excess = len(encode(answer("RR"))) - length
+    assert differences == pytest.approx([0, -0.5 * excess / (24 - length), 0, 0, 0])
+    assert excess > 0
+
+
 def test_random_numbers_of_an_episode_depend_on_its_index_and_take_no_more_memory_than_it_can_use() -> None:
     many, few = (draw_luck(np.random.default_rng(0), count, LIMITS, 512) for count in (7, 3))
     assert many.shape == (7, 5, 2)

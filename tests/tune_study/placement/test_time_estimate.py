@@ -82,6 +82,17 @@ def test_a_run_is_its_steps_validations_and_tests() -> None:
     # Sampled and greedy before training, sampled every 10 of 400 steps, greedy at the end, and both on the test levels.
     seconds = estimate_run_seconds(SMALL, RunConfig(), H100_RATES)
     assert seconds == pytest.approx(400 * step_seconds + (2 + 40 + 1 + 2) * evaluation_seconds)
+    # At most four batches per step.
+    refill = apply_overrides(
+        RunConfig(), {"filter.max_num_gen_batches": 4, "filter.rollout_filter_include_zero": False}
+    )
+    sampling_seconds = estimate_sampling_seconds(SMALL, RunConfig(), 128, H100_RATES)
+    recomputing_seconds = (estimate_update_flops(SMALL, refill) - estimate_update_flops(SMALL, RunConfig())) / (
+        0.4 * H100_RATES.peak_flops_per_s
+    )
+    assert recomputing_seconds > 0
+    expected = seconds + 400 * (3 * sampling_seconds + recomputing_seconds)
+    assert estimate_run_seconds(SMALL, refill, H100_RATES) == pytest.approx(expected)
     half = apply_overrides(RunConfig(), {"trainer.n_gpus_per_node": 0.5})
     assert estimate_run_seconds(SMALL, half, H100_RATES) == pytest.approx(2 * seconds)
 

@@ -225,6 +225,13 @@ def test_training_and_validation_share_no_seed(
     check_level_seeds(plan)
 
 
+def test_validation_shares_no_seed_with_further_batches() -> None:
+    settings = {"filter.max_num_gen_batches": 2, "filter.rollout_filter_include_zero": False, "env.seed_val": 260_001}
+    plan = make_plan(STUDIES["kl"], "laptop", "a test", settings, ("0",), 1, Path("out"))
+    with pytest.raises(PlanError, match="those from 260000 to 26"):
+        check_level_seeds(plan)
+
+
 @pytest.mark.parametrize("name", [name for name, study in STUDIES.items() if study.family.games])
 def test_every_shipped_study_is_validated_on_other_levels_than_it_trains_on(name: str) -> None:
     for preset in STUDIES[name].family.presets:
