@@ -350,14 +350,6 @@ class ActorConfig(OptimConfig):
         """The declaration of the selected policy loss, with its requirements."""
         return POLICY_LOSSES.get(self.policy_loss, OWN_LOSS)
 
-    @model_validator(mode="after")
-    def _disable_zero_kl_loss(self) -> Self:
-        if self.kl_loss_coef == 0:
-            # Written past the frozen pydantic model, before anyone else has the instance. Without a KL loss, the run
-            # skips the reference pass, with the same results.
-            self.__dict__["use_kl_loss"] = False
-        return self
-
 
 class CriticConfig(OptimConfig):
     """The value function's loss and optimizer."""

@@ -15,7 +15,7 @@ from trainable.algo.filters import compute_filter_loss_scale
 from trainable.algo.losses import adapt_kl_coef, estimate_kl
 from trainable.algo.reductions import masked_mean
 from trainable.backend.host_swap import HostSwap
-from trainable.backend.make import make_backends
+from trainable.backend.make import list_learning_rates, make_backends
 from trainable.backend.meter import Meter, add_step, check_finite
 from trainable.backend.world import SINGLE_PROCESS, World, compute_local_range, skip_child_seeds
 from trainable.config.run_config import RunConfig
@@ -52,6 +52,7 @@ from trainable.rollout.sampler import SamplingParams
 from trainable.runs.episode_lines import RecordedEpisode
 from trainable.runs.failures import NonFiniteError
 from trainable.runs.flat_state import get_shapes
+from trainable.runs.records import SCHEDULE_COLUMNS
 from trainable.runs.run_files import Row
 
 SHARED_VALUE_WEIGHT = 0.01
@@ -103,7 +104,8 @@ class PPOTrainer:
     def __init__(
         self, config: RunConfig, world: World = SINGLE_PROCESS, diagnostics: Diagnostics = NO_DIAGNOSTICS
     ) -> None:
-        self.config, self.world, self.diagnostics = config, world, diagnostics
+        self.run_config, self.world, self.diagnostics = config, world, diagnostics
+        self.step_index = self.consecutive_empty_steps = self.consecutive_nonfinite_steps = 0
         self.device = pick_device(config.trainer.device, config.trainer.n_gpus_per_node)
         prepare_device(self.device, config.trainer.n_gpus_per_node)
         is_sharded = world.size > 1 and config.trainer.zero_stage == 3
@@ -120,12 +122,16 @@ class PPOTrainer:
             weights = list(cast(nn.Module, self.reference).parameters())
             self._reference_swap = HostSwap(lambda: weights, self.device)
         self.kl_coef = config.algorithm.kl_ctrl.kl_coef
-        self.step_index = self.consecutive_empty_steps = self.consecutive_nonfinite_steps = 0
         self.seconds_total = 0.0
         # The collapse diagnostics read and replace these. They are kept here so that checkpoints include them.
         self.collapse_averages: Mapping[str, Mapping[str, float]] = {}
         self.total_budget = dict.fromkeys(BUDGET_COLUMNS, 0)
         self._set_up_environment(policy)
+
+    @property
+    def config(self) -> RunConfig:
+        """The settings of the current step; before the first step, of step 1."""
+        return self.run_config.at_step(self.step_index)
 
     def _set_up_environment(self, policy: Policy) -> None:
         """Make the game, its prompts and limits, the engine, and the levels of all steps."""
@@ -165,12 +171,14 @@ class PPOTrainer:
         A step without a batch has a row, and a validation if due, but no updates. Raises NonFiniteError if the run
         cannot continue (see `check_finite`), and EngineMismatchError if the engine's log-probs differ after a sync.
         """
-        timer, config = PhaseTimer(self.device), self.config
+        timer = PhaseTimer(self.device)
         # A restored trainer is past step 0, so each run has the base policy's validation once.
-        is_first = self.step_index == 0 and config.trainer.val_before_train
+        is_first = self.step_index == 0 and self.config.trainer.val_before_train
         base_evaluations = self._validate(timer, "sampled", "greedy") if is_first else []  # 0
         # After the validation, which belongs to step 0.
         self.step_index += 1
+        config = self.config
+        scheduled_values = self._apply_schedules()
         plan = phases.plan_step(self.step_index, config)
         with timer.measure("rollout"), add_step(f"in step {self.step_index}"):
             episodes = self._collect_episodes()  # 1
@@ -201,6 +209,7 @@ class PPOTrainer:
         budget = self._count_budget(episodes, policy_meter, prepared)
         columns: Columns = {
             "consecutive_empty_steps": self.consecutive_empty_steps,
+            **scheduled_values,
             **update,
             **collapse,
             **self._collect_measures(episodes, base_evaluations, evaluations),
@@ -218,6 +227,22 @@ class PPOTrainer:
         }
         row = {name: number for name, number in columns.items() if number is not None}
         return StepOutput(row, [*base_evaluations, *evaluations], gradients, trained_episodes)
+
+    def _apply_schedules(self) -> dict[str, float]:
+        """Set what was made of settings with schedules to their values in the current step, and return these values.
+
+        Everything else reads the settings from `config` when it uses them.
+        """
+        schedules, config = self.run_config.schedules, self.config
+        if schedules:
+            for name, rates in list_learning_rates(config).items():
+                if name in self.backends:
+                    self.backends[name].set_learning_rates(rates)
+        if config.algorithm.kl_ctrl.type == "fixed":
+            self.kl_coef = config.algorithm.kl_ctrl.kl_coef
+        return {
+            SCHEDULE_COLUMNS[name].name: schedule.compute_value(self.step_index) for name, schedule in schedules.items()
+        }
 
     @property
     def _tree_settings(self) -> AlgorithmConfig | None:
