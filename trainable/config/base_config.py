@@ -158,7 +158,7 @@ class BaseRunConfig(SettingsSection):
 
     @property
     def scheduled_steps(self) -> list[int]:
-        """The steps whose settings stand for those of all steps (see `Schedule.checked_steps`); none without schedules."""
+        """The steps whose settings stand for all steps (see `Schedule.checked_steps`); none without schedules."""
         return sorted({step for schedule in self._schedules.values() for step in schedule.checked_steps})
 
     def at_step(self, step: int) -> Self:
