@@ -204,6 +204,11 @@ class RunConfig(BaseRunConfig):
         return self.trains_with_reference or self.measures_val_kl
 
     @property
+    def syncs_reference(self) -> bool:
+        """Whether the reference becomes a later policy, so that it is a network of its own and saved in checkpoints."""
+        return self.needs_reference and self.trainer.ref_model_sync_steps is not None
+
+    @property
     def model_paths(self) -> tuple[str, ...]:
         """The models that the run loads: the one that it fine-tunes, and a different reference if it needs one."""
         if self.model.reference_path is None or not self.needs_reference:
@@ -268,6 +273,7 @@ class RunConfig(BaseRunConfig):
             (bool(self.trainer.own_stop_rules), "trainer", ("own_stop_rules",)),
             (self.collapse_detection.all_quantities, "collapse_detection", ("all_quantities",)),
             (self.trainer.measure_val_kl, "trainer", ("measure_val_kl",)),
+            (self.syncs_reference, "trainer", ("ref_model_sync_steps", "ref_model_mixup_alpha")),
             (bool(self.early_stop.alarm), "early_stop", ("alarm",)),
             (bool(rollout.weight_noise), "rollout", ("weight_noise",)),
             (rollout.trains_from_engine_logprobs, "rollout", ("recompute_logprobs",)),
@@ -299,6 +305,16 @@ def _find_model_conflicts(config: RunConfig) -> Iterator[str]:
         yield "model.lora_rank trains adapters over a frozen base, which is not sharded: set trainer.zero_stage=2"
     if model.load_in_4bit and not model.lora_rank:
         yield "model.load_in_4bit stores frozen weights, and a run without adapters has none: set model.lora_rank=64"
+    if config.syncs_reference and model.reference_path is not None:
+        yield (
+            "trainer.ref_model_sync_steps moves the reference from the initial policy to later ones, and "
+            f"model.reference_path={model.reference_path} names another: set one of them to null"
+        )
+    if config.syncs_reference and trainer.ref_model_mixup_alpha < 1 and bool(model.lora_rank):
+        yield (
+            f"trainer.ref_model_mixup_alpha={trainer.ref_model_mixup_alpha} mixes weights, and mixed adapters do not "
+            "add the mixture of what they add: set trainer.ref_model_mixup_alpha=1, or model.lora_rank=0"
+        )
     if config.schedules.get("algorithm.kl_ctrl.kl_coef") and config.algorithm.kl_ctrl.type == "adaptive":
         yield (
             "algorithm.kl_ctrl.type=adaptive adjusts algorithm.kl_ctrl.kl_coef in each step, so it has no schedule: "

@@ -139,6 +139,12 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "rollout.recompute_logprobs=False, pi is that of the engine",
     ),
     Column(
+        "reference_step",
+        "steps",
+        "the step after which the policy became the reference of this step's KL, 0: before training; missing without "
+        "trainer.ref_model_sync_steps",
+    ),
+    Column(
         "actor_grad_norm", "1", "gradient norm before clipping, mean over applied optimizer steps", "actor/grad_norm"
     ),
     Column("vf_loss", "reward^2", "value loss, mean over micro-batches", "critic/vf_loss"),

@@ -16,6 +16,7 @@ from rich.filesize import decimal
 from trainable.config.run_config import RunConfig
 from trainable.runs.episode_lines import MAX_ANSWER_CHARS
 from tune_study.folder.statuses import find_finished_runs
+from tune_study.placement.memory import compute_moving_reference_bytes
 from tune_study.placement.model_size import (
     ModelShape,
     count_trained_parameters,
@@ -55,10 +56,13 @@ class DiskBudget(NamedTuple):
 def compute_checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:
     """Compute the size of a run's checkpoint after its first update: weights and AdamW's two moments in float32.
 
-    Frozen networks (reference, base) are loaded from the original model and not saved.
+    Frozen networks (reference, base) are loaded from the original model and not saved, unless the reference moves.
     """
     num_parameters = sum(count_trained_parameters(shape, config).values())
-    return 12 * num_parameters + count_trained_tensors(shape, config) * _TENSOR_BYTES + _CHECKPOINT_BYTES
+    bytes_of_tensors = 12 * num_parameters + count_trained_tensors(shape, config) * _TENSOR_BYTES
+    if config.syncs_reference:
+        bytes_of_tensors += compute_moving_reference_bytes(shape, config)
+    return bytes_of_tensors + _CHECKPOINT_BYTES
 
 
 def count_occurrences(steps: int, every: int) -> int:
