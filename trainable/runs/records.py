@@ -268,8 +268,12 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
 EXTRA_COLLAPSE_COLUMNS = _make_collapse_columns(EXTRA_QUANTITIES)
 """Measured only if `collapse_detection.all_quantities` is set."""
 SCHEDULE_COLUMNS: Mapping[str, Column] = {
-    name: Column(f"scheduled_{name.replace('.', '_')}", "1", f"{name} in this step, if it has a schedule")
-    for name in SCHEDULABLE_SETTINGS
+    name: Column(
+        f"scheduled_{name.replace('.', '_')}",
+        "1",
+        "the setting's value in this step; missing without a schedule" if number == 0 else "as scheduled_actor_lr",
+    )
+    for number, name in enumerate(SCHEDULABLE_SETTINGS)
 }
 """For each setting that may have a schedule, the column of its values."""
 STEP_COLUMNS: tuple[Column, ...] = (*DEFAULT_STEP_COLUMNS, *EXTRA_COLLAPSE_COLUMNS, *SCHEDULE_COLUMNS.values())
