@@ -78,6 +78,6 @@ def _decide(rows: Sequence[Row], config: RunConfig, rules: Sequence[str]) -> Sto
 TRAINER = TrainerFamily(
     _make_ppo_trainer,
     _decide,
-    lambda config: make_empty_row(all_quantities=config.collapse_detection.all_quantities),
+    lambda config: make_empty_row(all_quantities=config.collapse_detection.all_quantities, schedules=config.schedules),
     "val_success",
 )

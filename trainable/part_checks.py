@@ -125,7 +125,7 @@ def _check_filter(keep_groups: Any, config: RunConfig) -> None:
 
 
 def _check_stop_rule(rule: Any, config: RunConfig) -> None:
-    columns = make_empty_row(all_quantities=config.collapse_detection.all_quantities)
+    columns = make_empty_row(all_quantities=config.collapse_detection.all_quantities, schedules=config.schedules)
     measures = make_environment(config.env).measures
     numbers = dict.fromkeys([*columns, *(f"train_{name}" for name in measures)], 1.0)
     rows = [{**numbers, "step": step, "stop_rule": ""} for step in (1, 2, 3)]

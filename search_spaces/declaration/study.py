@@ -7,6 +7,7 @@ from typing import Any
 
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.own_parts import shorten_part_name
+from trainable.config.schedules import shorten_schedule
 from trainable.families import Family, Settings
 
 Contrasts = Mapping[str, tuple[tuple[str, str], ...]]
@@ -132,7 +133,7 @@ def _shorten_key(key: str) -> str:
 
 def _name_point(point: Mapping[str, str]) -> str:
     """Name the arm at a point of a grid."""
-    return "-".join(f"{_shorten_key(key)}{shorten_part_name(value)}" for key, value in point.items())
+    return "-".join(f"{_shorten_key(key)}{shorten_schedule(shorten_part_name(value))}" for key, value in point.items())
 
 
 def _list_points(factors: Mapping[str, Sequence[str]], *without: str) -> list[dict[str, str]]:
@@ -284,6 +285,6 @@ class Study:
 def make_value_label(value: str) -> str:
     """Make the published label of an axis value: no dots, lower case ("0.001" -> "0001", "1.0" -> "10").
 
-    A plug-in is labeled by its name, without its file.
+    A plug-in is labeled by its name, without its file, and a schedule without its punctuation.
     """
-    return shorten_part_name(value).replace(".", "").lower()
+    return shorten_schedule(shorten_part_name(value)).replace(".", "").lower()

@@ -33,11 +33,15 @@ def make_backends(
         swaps_to_host = bool(config.trainer.swap_to_host)
         return TorchBackend(name, own_networks, optimizer, settings.grad_clip, swaps_to_host, loss_scale=loss_scale)
 
-    # The policy's optimizer trains a head on the policy's trunk, with the critic's learning rate.
+    # The policy's optimizer trains a head on the policy's trunk.
     networks = {"actor": policy, **({} if head is None else {"head": head})}
-    rates = (config.actor.lr, config.critic.lr)[: len(networks)]
-    backends = {"actor": make_backend("actor_optimizer", networks, rates, config.actor)}
+    rates = list_learning_rates(config)
+    backends = {"actor": make_backend("actor_optimizer", networks, rates["actor"][: len(networks)], config.actor)}
     if critic is not None:
-        rates = (config.critic.lr,)
-        backends["critic"] = make_backend("critic_optimizer", {"critic": critic}, rates, config.critic)
+        backends["critic"] = make_backend("critic_optimizer", {"critic": critic}, rates["critic"], config.critic)
     return backends
+
+
+def list_learning_rates(config: RunConfig) -> dict[str, tuple[float, ...]]:
+    """List the learning rates of each backend's networks. A head on the policy's trunk has that of the critic."""
+    return {"actor": (config.actor.lr, config.critic.lr), "critic": (config.critic.lr,)}

@@ -48,6 +48,9 @@ class Backend(Protocol):
         norm_column: column of the gradient norm in `meter`.
         """
 
+    def set_learning_rates(self, rates: Sequence[float]) -> None:
+        """Set the learning rate of each network for the next steps. Further rates are not read."""
+
     def gather_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the run's networks have all their weights, for passes outside of updates.
 
@@ -109,6 +112,12 @@ def make_adamw(
     return optimizer_class(groups, betas=settings.betas, weight_decay=settings.weight_decay, fused=is_fused)
 
 
+def set_learning_rates(optimizer: Optimizer, rates: Sequence[float]) -> None:
+    """Set the learning rate of each parameter group of an optimizer. Further rates are not read."""
+    for group, rate in zip(optimizer.param_groups, rates, strict=False):
+        group["lr"] = rate
+
+
 class TorchBackend:
     """A torch optimizer on one device.
 
@@ -155,6 +164,10 @@ class TorchBackend:
             named_gradients = ((name, weight.grad) for name, weight in named_weights if weight.grad is not None)
             meter.record_skipped_step(find_nonfinite_gradients(named_gradients, grad_norm))
         self.optimizer.zero_grad(set_to_none=True)
+
+    def set_learning_rates(self, rates: Sequence[float]) -> None:
+        """Set the rates of the parameter groups (see `Backend.set_learning_rates`)."""
+        set_learning_rates(self.optimizer, rates)
 
     def gather_weights(self) -> AbstractContextManager[None]:
         """Move swapped weights to the device; otherwise do nothing (see `Backend.gather_weights`)."""

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 
 from trainable.backend.host_swap import HostSwap
 from trainable.backend.meter import Meter, find_nonfinite_weights
-from trainable.backend.torch_backend import list_named_parameters, make_adamw, select_below
+from trainable.backend.torch_backend import (
+    list_named_parameters,
+    make_adamw,
+    select_below,
+    set_learning_rates,
+)
 from trainable.backend.world import World
 from trainable.config.constants import ZERO_BUCKET_SIZE, ZERO_MAX_LIVE_PARAMETERS
 from trainable.config.sections import OptimConfig, TrainerConfig
@@ -313,6 +318,10 @@ class ZeroBackend:
             # DeepSpeed does not tell which gradients are not finite.
             meter.record_skipped_step([f"gradient of {name}" for name in self.networks])
         self.engine.zero_grad()
+
+    def set_learning_rates(self, rates: Sequence[float]) -> None:
+        """Set the rates of torch's optimizer, which DeepSpeed steps (see `Backend.set_learning_rates`)."""
+        set_learning_rates(self.optimizer, rates)
 
     def gather_weights(self) -> AbstractContextManager[None]:
         """Gather the weights in stage 3; do nothing in other stages (see `Backend.gather_weights`)."""

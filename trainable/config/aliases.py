@@ -84,6 +84,7 @@ SYNONYMS: dict[str, str] = {
     "mask_ratio_high": "tis_imp_ratio_cap",
     "mask_ratio_low": "tis_imp_ratio_floor",
     "ratio_type": "tis_mode",
+    "sync_ref_model": "ref_model_sync_steps",
 }
 """Maps the names of settings in other trainers to the last part of their name here."""
 
@@ -95,7 +96,7 @@ MISSING_FEATURES: dict[str, str] = {
     "unless actor.loss_agg_mode is token-mean-global.",
     **dict.fromkeys(
         ("lr_scheduler_type", "warmup_ratio", "warmup_steps", "lr_warmup_steps", "lr_warmup_steps_ratio"),
-        "The learning rate is constant, without warm-up and schedule, and actor.lr sets it: leave this setting out.",
+        "A schedule is written as the value of actor.lr, such as --set actor.lr='linear(1e-8, 1e-6@10)' for a warm-up.",
     ),
     **dict.fromkeys(
         ("cliprange", "epsilon", "clip_ratio"),

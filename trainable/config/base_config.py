@@ -5,10 +5,19 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
+from trainable.config.schedules import Schedule, is_schedule, parse_schedule
 from trainable.config.setting_types import MAX_FLOAT, MAX_INTEGER, MIN_FLOAT, flatten_settings, format_value
 
 EXECUTION_SETTINGS = (
@@ -85,7 +94,10 @@ class BaseRunConfig(SettingsSection):
     that lists the settings. unhashed_settings: for each section, the settings that the hash leaves out (logging,
     checkpoints and placement). conditions: which settings are read only if others have certain values.
     first_row_step: the step of a run's first row: 1 if rows describe trained steps, 0 if the untrained weights are
-    measured, too.
+    measured, too. schedulable_settings: the dotted numbers that may have a schedule.
+
+    A setting with a schedule holds its value in step 1, and `at_step` has the values of any step. Dumps contain the
+    text of the schedule, so that they can be validated again.
     """
 
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -96,8 +108,67 @@ class BaseRunConfig(SettingsSection):
 
     first_row_step: ClassVar[int] = 1
 
+    schedulable_settings: ClassVar[tuple[str, ...]] = ()
+
+    _schedules: dict[str, Schedule] = PrivateAttr(default_factory=dict)
+
     seed: int
     trainer: BaseTrainerConfig
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read_schedules(cls, settings: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Replace schedules by their values in step 1, and store them."""
+        if not isinstance(settings, Mapping):
+            return handler(settings)
+        first_values, schedules = dict(settings), dict[str, Schedule]()
+        for name, text in flatten_settings(settings).items():
+            if name not in cls.schedulable_settings or not is_schedule(text):
+                continue
+            try:
+                schedule = parse_schedule(text)
+            except ValueError as error:
+                raise ValueError(f"{name}={format_value(text)}: {error}") from None
+            first_values = _replace_entry(first_values, name, schedule.points[0][1])
+            if len({value for _, value in schedule.points}) > 1:
+                schedules[name] = schedule
+        config = handler(first_values)
+        if schedules:
+            config._schedules = schedules
+        return config
+
+    @model_validator(mode="after")
+    def _check_scheduled_values(self) -> Self:
+        """Check the settings of every step, as if they were constant."""
+        for step in self.scheduled_steps:
+            type(self).model_validate(self.at_step(step).model_dump())
+        return self
+
+    @model_serializer(mode="wrap")
+    def _write_schedules(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        settings: dict[str, Any] = handler(self)
+        for name, schedule in self._schedules.items():
+            settings = _replace_entry(settings, name, schedule.text)
+        return settings
+
+    @property
+    def schedules(self) -> Mapping[str, Schedule]:
+        """The schedules of settings, by dotted name. A constant schedule is not one of them, but a number."""
+        return self._schedules
+
+    @property
+    def scheduled_steps(self) -> list[int]:
+        """The steps whose settings stand for all steps (see `Schedule.checked_steps`); none without schedules."""
+        return sorted({step for schedule in self._schedules.values() for step in schedule.checked_steps})
+
+    def at_step(self, step: int) -> Self:
+        """Return the settings of training step `step`, in which schedules are replaced by numbers."""
+        config: Any = self
+        for name, schedule in self._schedules.items():
+            config = _replace_field(config, name, schedule.compute_value(step))
+        if self._schedules:
+            config._schedules = {}
+        return cast(Self, config)
 
     def get_row_steps(self, step: int) -> range:
         """Return the steps for which a run has rows after `step` training steps."""
@@ -108,6 +179,9 @@ class BaseRunConfig(SettingsSection):
 
         Runs that differ only in these settings have the same rows.
         """
+        if self._schedules:
+            first, *others = (self.at_step(step).find_unread_settings() for step in self.scheduled_steps)
+            return {name: advice for name, advice in first.items() if all(name in unread for unread in others)}
         unmet_conditions = [condition for condition in self.conditions if not condition.is_read(self)]
         return {
             name: condition.advice
@@ -145,6 +219,18 @@ class BaseRunConfig(SettingsSection):
         it the last digits of a row, but a study may continue on other GPUs than it started on.
         """
         return _hash_settings(self.dump_for_hash())
+
+
+def _replace_entry(settings: Mapping[str, Any], name: str, value: object) -> dict[str, Any]:
+    """Replace the entry with a dotted name in nested mappings."""
+    section, _, rest = name.partition(".")
+    return {**settings, section: _replace_entry(settings.get(section, {}), rest, value) if rest else value}
+
+
+def _replace_field(section: BaseModel, name: str, value: float) -> BaseModel:
+    """Replace the field with a dotted name in nested sections, without validation."""
+    field, _, rest = name.partition(".")
+    return section.model_copy(update={field: _replace_field(getattr(section, field), rest, value) if rest else value})
 
 
 def _hash_settings(settings: Mapping[str, Any]) -> str:

@@ -104,6 +104,22 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
         "it needs actor.use_kl_loss=True, algorithm.use_kl_in_reward=True or trainer.measure_val_kl=True",
     ),
     ReadCondition(
+        r"trainer\.ref_model_.*",
+        lambda c: c.needs_reference,
+        "it needs actor.use_kl_loss=True, algorithm.use_kl_in_reward=True or trainer.measure_val_kl=True",
+    ),
+    ReadCondition(
+        r"trainer\.ref_model_mixup_alpha",
+        lambda c: c.trainer.ref_model_sync_steps is not None,
+        "it needs trainer.ref_model_sync_steps",
+    ),
+    ReadCondition(
+        r"trainer\.ref_model_.*",
+        # Checked by the last step that reads the reference.
+        lambda c: (c.trainer.ref_model_sync_steps or 1) < c.trainer.total_training_steps,
+        "the run ends before its reference moves: set more trainer.total_training_steps",
+    ),
+    ReadCondition(
         r"model\.chat_format",
         lambda c: c.model.path not in SHIPPED_MODELS,
         "the shipped policies have no chat template, so their format is ChatML in any case",

@@ -24,6 +24,7 @@ from trainable.config.command_lines import format_command
 from trainable.config.conditions import PPO_CONDITIONS, find_unused_settings, keeps_all_groups
 from trainable.config.constants import SHIPPED_MODELS, TEACHERS
 from trainable.config.games import GAMES
+from trainable.config.schedules import SCHEDULABLE_SETTINGS, is_schedule
 from trainable.config.sections import (
     GAME_REWARD,
     ActorConfig,
@@ -65,6 +66,7 @@ class RunConfig(BaseRunConfig):
 
     aliases: ClassVar[Mapping[str, str]] = ALIASES
     conditions: ClassVar[tuple[ReadCondition, ...]] = PPO_CONDITIONS
+    schedulable_settings: ClassVar[tuple[str, ...]] = SCHEDULABLE_SETTINGS
     unhashed_settings: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         {
             # Logging, checkpoints and placement: a study can continue with other values.
@@ -100,6 +102,14 @@ class RunConfig(BaseRunConfig):
     trainer: TrainerConfig = TrainerConfig()
     collapse_detection: CollapseDetectionConfig = CollapseDetectionConfig()
     early_stop: EarlyStopConfig = EarlyStopConfig()
+
+    @model_validator(mode="after")
+    def _disable_zero_kl_loss(self) -> "RunConfig":
+        if self.actor.kl_loss_coef == 0 and "actor.kl_loss_coef" not in self.schedules:
+            # Written past the frozen pydantic model, before anyone else has the instance. Without a KL loss, the run
+            # skips the reference pass, with the same results.
+            self.__dict__["actor"] = self.actor.model_copy(update={"use_kl_loss": False})
+        return self
 
     @model_validator(mode="after")
     def _check_shipped_model(self) -> "RunConfig":
@@ -201,6 +211,11 @@ class RunConfig(BaseRunConfig):
         return self.trains_with_reference or self.measures_val_kl
 
     @property
+    def syncs_reference(self) -> bool:
+        """Whether the reference becomes a later policy, so that it is a network of its own and saved in checkpoints."""
+        return self.needs_reference and self.trainer.ref_model_sync_steps is not None
+
+    @property
     def model_paths(self) -> tuple[str, ...]:
         """The models that the run loads: the one that it fine-tunes, and a different reference if it needs one."""
         if self.model.reference_path is None or not self.needs_reference:
@@ -277,6 +292,7 @@ class RunConfig(BaseRunConfig):
             (bool(self.trainer.own_stop_rules), "trainer", ("own_stop_rules",)),
             (self.collapse_detection.all_quantities, "collapse_detection", ("all_quantities",)),
             (self.trainer.measure_val_kl, "trainer", ("measure_val_kl",)),
+            (self.syncs_reference, "trainer", ("ref_model_sync_steps", "ref_model_mixup_alpha")),
             (bool(self.early_stop.alarm), "early_stop", ("alarm",)),
             (bool(rollout.weight_noise), "rollout", ("weight_noise",)),
             (rollout.trains_from_engine_logprobs, "rollout", ("recompute_logprobs",)),
@@ -316,6 +332,21 @@ def _find_model_conflicts(config: RunConfig) -> Iterator[str]:
         yield "model.lora_rank trains adapters over a frozen base, which is not sharded: set trainer.zero_stage=2"
     if model.load_in_4bit and not model.lora_rank:
         yield "model.load_in_4bit stores frozen weights, and a run without adapters has none: set model.lora_rank=64"
+    if config.syncs_reference and model.reference_path is not None:
+        yield (
+            "trainer.ref_model_sync_steps moves the reference from the initial policy to later ones, and "
+            f"model.reference_path={model.reference_path} names another: set one of them to null"
+        )
+    if config.syncs_reference and trainer.ref_model_mixup_alpha < 1 and bool(model.lora_rank):
+        yield (
+            f"trainer.ref_model_mixup_alpha={trainer.ref_model_mixup_alpha} mixes weights, and mixed adapters do not "
+            "add the mixture of what they add: set trainer.ref_model_mixup_alpha=1, or model.lora_rank=0"
+        )
+    if config.schedules.get("algorithm.kl_ctrl.kl_coef") and config.algorithm.kl_ctrl.type == "adaptive":
+        yield (
+            "algorithm.kl_ctrl.type=adaptive adjusts algorithm.kl_ctrl.kl_coef in each step, so it has no schedule: "
+            "set algorithm.kl_ctrl.type=fixed, or one number"
+        )
     if model.load_in_4bit and trainer.uses_deepspeed:
         yield (
             "model.load_in_4bit works with updates in torch alone: set trainer.strategy=torch and "
@@ -592,6 +623,7 @@ def apply_overrides(config: C, overrides: Mapping[str, object]) -> C:
     settings, text_names = config.model_dump(), _list_text_settings(type(config))
     for key, value in overrides.items():
         *sections, name = resolve_key(key, type(config)).split(".")
+        _check_schedulable(".".join([*sections, name]), value, type(config))
         section_settings = settings
         for section in sections:
             section_settings = section_settings[section]
@@ -607,6 +639,14 @@ def apply_overrides(config: C, overrides: Mapping[str, object]) -> C:
         if any(isinstance(entry, int | float) for entry in (setting if isinstance(setting, tuple) else (setting,))):
             raise ConfigError(f"{name}={format_value(value)}: type numbers without `_`, like 1000 or 1e-3.")
     return changed_config
+
+
+def _check_schedulable(name: str, value: object, config_type: type[BaseRunConfig]) -> None:
+    """Raise ConfigError if the value is a schedule, which the setting cannot have."""
+    names = config_type.schedulable_settings
+    if is_schedule(value) and name not in names and name not in _list_text_settings(config_type):
+        advice = f"These can have a schedule: {', '.join(names)}" if names else "No setting of this study can have one"
+        raise ConfigError(f"{name}={format_value(value)}: is one value for all steps. {advice}.")
 
 
 def format_validation_error(error: ValidationError) -> str:

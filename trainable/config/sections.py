@@ -293,7 +293,7 @@ class OptimConfig(SettingsSection):
     ppo_micro_batch_size_per_gpu: int = Field(4, ge=1)
     """micro-batch size: number of sequences that a loss is averaged over, with all modes of loss_agg_mode but
     token-mean-global"""
-    lr: Common[Positive] = Field(1e-6, description="learning rate (constant)")
+    lr: Common[Positive] = Field(1e-6, description="learning rate")
 
     @model_validator(mode="after")
     def _check_step_and_sizes(self) -> "OptimConfig":
@@ -381,20 +381,12 @@ class ActorConfig(OptimConfig):
         """The declaration of the selected policy loss, with its requirements."""
         return POLICY_LOSSES.get(self.policy_loss, OWN_LOSS)
 
-    @model_validator(mode="after")
-    def _disable_zero_kl_loss(self) -> Self:
-        if self.kl_loss_coef == 0:
-            # Written past the frozen pydantic model, before anyone else has the instance. Without a KL loss, the run
-            # skips the reference pass, with the same results.
-            self.__dict__["use_kl_loss"] = False
-        return self
-
 
 class CriticConfig(OptimConfig):
     """The value function's loss and optimizer."""
 
     lr: Common[Positive] = 1e-5
-    """learning rate (constant); with shared_trunk, of the value head alone"""
+    """learning rate; with shared_trunk, of the value head alone"""
     cliprange_value: Positive = 0.5
     """clip range of the value loss: how far a value may move from its old one"""
     shared_trunk: bool = Field(False, description="put the value head on the policy's trunk: one network, one update")
@@ -467,6 +459,10 @@ class TrainerConfig(BaseTrainerConfig):
     val_before_train: bool = Field(True, description="validate the untrained policy before step 1")
     measure_val_kl: bool = False
     """measure the KL to the reference at each sampled validation, also without a KL term"""
+    ref_model_sync_steps: Annotated[int | None, ParseNull] = Field(None, ge=1)
+    """after every N steps, move the reference of KL terms to the policy, so that it can go further; null: never"""
+    ref_model_mixup_alpha: float = Field(1.0, gt=0, le=1)
+    """with ref_model_sync_steps: weight of the policy in the new reference, beside the old one; 1: a copy"""
     log_val_generations: int = Field(0, ge=0, le=MAX_LEVELS)
     """record the text of a sampled episode of the first N validation levels"""
     log_train_generations: int = Field(0, ge=0, le=MAX_LEVELS)

@@ -1,11 +1,12 @@
 """Make the networks of a run: policy, critic and reference, with separate weights or as adapters on one base."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainable.config.choices import EXACT_KL
 from trainable.config.run_config import RunConfig
@@ -68,7 +69,8 @@ def make_networks(config: RunConfig, device: torch.device, trained_device: torch
         reference=reference,
         critic=critic if value_head is None else None,
         value_head=value_head,
-        has_own_reference=reference is not None and reference is not policy.model,
+        # With adapters, the initial policy shares the weights of the base.
+        has_own_reference=reference is not None and not (settings.lora_rank and settings.reference_path is None),
         base_fingerprint=load.compute_fingerprint(policy.folder) if settings.lora_rank else None,
         reference_fingerprint=reference_fingerprint,
     )
@@ -77,10 +79,14 @@ def make_networks(config: RunConfig, device: torch.device, trained_device: torch
 def _make_reference(config: RunConfig, policy: Policy, device: torch.device) -> tuple[LanguageModel | None, str | None]:
     """Make the frozen reference, if any, and compute the fingerprint of model.reference_path; None if it is not set.
 
-    policy: the untrained policy; with LoRA the frozen base under its adapters, which needs no copy.
+    policy: the untrained policy; with LoRA the frozen base under its adapters, which needs no copy. A reference that
+    becomes a later policy has adapters of its own, which add 0 at first.
     """
     if not config.needs_reference:
         return None, None
+    if config.syncs_reference and config.model.lora_rank:
+        adapted = make_adapted_policy(policy.model, config.model, make_rng(config.seed, "adapters", 0))
+        return adapted.requires_grad_(False), None
     if config.model.reference_path is None:
         return (policy.model if config.model.lora_rank else load.make_frozen_copy(policy.model).to(device)), None
     reference = load.load_policy(
@@ -88,6 +94,27 @@ def _make_reference(config: RunConfig, policy: Policy, device: torch.device) -> 
     )
     _check_own_reference(config, policy, reference)
     return load.freeze(reference.model), load.compute_fingerprint(reference.folder)
+
+
+@torch.no_grad()
+def move_reference(reference_weights: Iterable[Tensor], policy_weights: Iterable[Tensor], alpha: float) -> None:
+    """Move each weight of the reference, in place, towards the weight of the policy of the same shape.
+
+        reference <- alpha policy + (1 - alpha) reference
+
+    The sum is computed in float32 and rounded to the dtype of the reference, in which its passes read it.
+
+    Source: TR-DPO (Gorbatovski et al. 2024, arXiv:2404.09656), with TRL's names of settings; ProRL (Liu et al. 2025,
+    arXiv:2505.24864) copies the policy. Degenerate case: alpha = 1 copies the policy exactly.
+
+    Example:
+        >>> reference = torch.tensor([0.0, 4.0])
+        >>> move_reference([reference], [torch.tensor([1.0, 0.0])], 0.25)
+        >>> reference
+        tensor([0.2500, 3.0000])
+    """
+    for reference, policy in zip(reference_weights, policy_weights, strict=True):
+        reference.copy_(torch.lerp(reference.float(), policy.float().to(reference.device), alpha))
 
 
 def _check_own_reference(config: RunConfig, policy: Policy, reference: Policy) -> None:

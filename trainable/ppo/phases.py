@@ -27,7 +27,8 @@ class StepPlan(NamedTuple):
 
     values: whether the batch has values of a critic. critic, policy: whether these networks are updated. analysis:
     whether gradients are analyzed, even in a step without a batch. kl_control: whether to adapt the coefficient of the
-    KL in the reward. validation: whether the policy is validated after the step.
+    KL in the reward. validation: whether the policy is validated after the step. reference: whether the reference then
+    moves to the policy.
     """
 
     values: bool
@@ -36,6 +37,7 @@ class StepPlan(NamedTuple):
     policy: bool
     kl_control: bool
     validation: bool
+    reference: bool
 
 
 def plan_step(step: int, config: RunConfig) -> StepPlan:
@@ -57,6 +59,7 @@ def plan_step(step: int, config: RunConfig) -> StepPlan:
         kl_control=config.algorithm.use_kl_in_reward and not is_analysis_only,
         # Always at the last step, so that every run ends with a validation of its final policy.
         validation=trainer.test_freq > 0 and (is_last or step % trainer.test_freq == 0),
+        reference=config.syncs_reference and step % (trainer.ref_model_sync_steps or 1) == 0,
     )
 
 

@@ -15,8 +15,9 @@ from trainable.algo.filters import compute_filter_loss_scale
 from trainable.algo.losses import adapt_kl_coef, estimate_kl
 from trainable.algo.reductions import masked_mean
 from trainable.backend.host_swap import HostSwap
-from trainable.backend.make import make_backends
+from trainable.backend.make import list_learning_rates, make_backends
 from trainable.backend.meter import Meter, add_step, check_finite
+from trainable.backend.torch_backend import select_below
 from trainable.backend.world import SINGLE_PROCESS, World, compute_local_range, skip_child_seeds
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import AlgorithmConfig
@@ -27,7 +28,7 @@ from trainable.envs.level_sets import make_run_levels
 from trainable.files.step_phase import STEP_PHASE
 from trainable.models.interface import LanguageModel, ValueModel
 from trainable.models.load import Policy, check_fingerprint, make_codec, pick_device, prepare_device
-from trainable.models.networks import make_networks
+from trainable.models.networks import make_networks, move_reference
 from trainable.ppo import phases
 from trainable.ppo.evaluation import (
     Columns,
@@ -51,7 +52,8 @@ from trainable.rollout.episode_loop import RolloutRequest, make_player
 from trainable.rollout.sampler import SamplingParams
 from trainable.runs.episode_lines import RecordedEpisode
 from trainable.runs.failures import NonFiniteError
-from trainable.runs.flat_state import get_shapes
+from trainable.runs.flat_state import check_shapes, get_shapes, get_trainable_parameters
+from trainable.runs.records import SCHEDULE_COLUMNS
 from trainable.runs.run_files import Row
 
 SHARED_VALUE_WEIGHT = 0.01
@@ -103,7 +105,9 @@ class PPOTrainer:
     def __init__(
         self, config: RunConfig, world: World = SINGLE_PROCESS, diagnostics: Diagnostics = NO_DIAGNOSTICS
     ) -> None:
-        self.config, self.world, self.diagnostics = config, world, diagnostics
+        self.run_config, self.world, self.diagnostics = config, world, diagnostics
+        self.step_index = self.consecutive_empty_steps = self.consecutive_nonfinite_steps = 0
+        self.reference_step = 0
         self.device = pick_device(config.trainer.device, config.trainer.n_gpus_per_node)
         prepare_device(self.device, config.trainer.n_gpus_per_node)
         is_sharded = world.size > 1 and config.trainer.zero_stage == 3
@@ -120,12 +124,16 @@ class PPOTrainer:
             weights = list(cast(nn.Module, self.reference).parameters())
             self._reference_swap = HostSwap(lambda: weights, self.device)
         self.kl_coef = config.algorithm.kl_ctrl.kl_coef
-        self.step_index = self.consecutive_empty_steps = self.consecutive_nonfinite_steps = 0
         self.seconds_total = 0.0
         # The collapse diagnostics read and replace these. They are kept here so that checkpoints include them.
         self.collapse_averages: Mapping[str, Mapping[str, float]] = {}
         self.total_budget = dict.fromkeys(BUDGET_COLUMNS, 0)
         self._set_up_environment(policy)
+
+    @property
+    def config(self) -> RunConfig:
+        """The settings of the current step; before the first step, of step 1."""
+        return self.run_config.at_step(self.step_index)
 
     def _set_up_environment(self, policy: Policy) -> None:
         """Make the game, its prompts and limits, the engine, and the levels of all steps."""
@@ -160,19 +168,21 @@ class PPOTrainer:
         3. to 6. Make a batch, its values, its reference log-probs, and its advantages and returns.
         7. Update the critic. Analyze gradients now if due, since they are of the policy that sampled the episodes.
         8. Update the policy, and sync its weights to the sampling engine.
-        9. Validate if due.
+        9. Validate if due. Then move the reference to the policy if due.
 
         before_update: called before 7, which first changes the tensors that `get_state` returned.
 
         A step without a batch has a row, and a validation if due, but no updates. Raises NonFiniteError if the run
         cannot continue (see `check_finite`), and EngineMismatchError if the engine's log-probs differ after a sync.
         """
-        timer, config = PhaseTimer(self.device), self.config
+        timer = PhaseTimer(self.device)
         # A restored trainer is past step 0, so each run has the base policy's validation once.
-        is_first = self.step_index == 0 and config.trainer.val_before_train
+        is_first = self.step_index == 0 and self.config.trainer.val_before_train
         base_evaluations = self._validate(timer, "sampled", "greedy") if is_first else []  # 0
         # After the validation, which belongs to step 0.
         self.step_index += 1
+        config = self.config
+        scheduled_values = self._apply_schedules()
         plan = phases.plan_step(self.step_index, config)
         with timer.measure("rollout"), add_step(f"in step {self.step_index}"):
             episodes = self._collect_episodes()  # 1
@@ -198,6 +208,11 @@ class PPOTrainer:
         policy_meter = self._update_policy(prepared, timer) if prepared and plan.policy else None  # 8
         update = self._end_update(prepared, critic_meter, policy_meter, plan, timer) if prepared else {}
         evaluations = self._validate(timer, "sampled") if plan.validation else []  # 9
+        reference_step = self.reference_step
+        if plan.reference:
+            if not prepared:
+                before_update()
+            self._move_reference(timer)
         batch_columns, trained_episodes = Columns(), list[RecordedEpisode]()
         if prepared:
             batch, targets, rollouts = prepared.batch, prepared.targets, list_rollouts(selection.episodes)
@@ -211,6 +226,8 @@ class PPOTrainer:
         budget = self._count_budget(episodes, policy_meter, prepared)
         columns: Columns = {
             "consecutive_empty_steps": self.consecutive_empty_steps,
+            "reference_step": reference_step if config.syncs_reference else None,
+            **scheduled_values,
             **update,
             **collapse,
             **self._collect_measures(episodes, base_evaluations, evaluations),
@@ -230,6 +247,22 @@ class PPOTrainer:
         }
         row = {name: number for name, number in columns.items() if number is not None}
         return StepOutput(row, [*base_evaluations, *evaluations], gradients, trained_episodes)
+
+    def _apply_schedules(self) -> dict[str, float]:
+        """Set what was made of settings with schedules to their values in the current step, and return these values.
+
+        Everything else reads the settings from `config` when it uses them.
+        """
+        schedules, config = self.run_config.schedules, self.config
+        if schedules:
+            for name, rates in list_learning_rates(config).items():
+                if name in self.backends:
+                    self.backends[name].set_learning_rates(rates)
+        if config.algorithm.kl_ctrl.type == "fixed":
+            self.kl_coef = config.algorithm.kl_ctrl.kl_coef
+        return {
+            SCHEDULE_COLUMNS[name].name: schedule.compute_value(self.step_index) for name, schedule in schedules.items()
+        }
 
     @property
     def _tree_settings(self) -> AlgorithmConfig | None:
@@ -477,6 +510,22 @@ class PPOTrainer:
         """Make the context of `_load_reference` if the policy loss reads the reference, as only the exact KL does."""
         return self._load_reference() if self.config.actor.reads_reference_distribution else nullcontext()
 
+    def _list_reference_weights(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """List the weights in which reference and policy may differ by name, if the reference moves: pairs of both."""
+        if not self.run_config.syncs_reference:
+            return {}
+        reference_weights = dict(cast(nn.Module, self.reference).named_parameters())
+        return {name: (reference_weights[name], weight) for name, weight in get_trainable_parameters(self.model)}
+
+    def _move_reference(self, timer: PhaseTimer) -> None:
+        """Move the reference to the policy, or towards it."""
+        swap = self._reference_swap
+        is_loaded = nullcontext() if swap is None else swap.load(has_changed=True)
+        with timer.measure("reference"), self.backends["actor"].gather_weights(), is_loaded:
+            reference_weights, policy_weights = zip(*self._list_reference_weights().values(), strict=True)
+            move_reference(reference_weights, policy_weights, self.config.trainer.ref_model_mixup_alpha)
+        self.reference_step = self.step_index
+
     def _update_kl_coef(self, prepared: PreparedBatch) -> float:
         """Adapt the coefficient of the KL in the reward for the next step, and return the coefficient of this step."""
         batch, ref_logprobs, config = prepared.batch, prepared.targets.ref_logprobs, self.config
@@ -625,10 +674,11 @@ class PPOTrainer:
     def get_state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         """Return everything that the next step depends on: tensors by name, and JSON values.
 
-        The reference is left out, since it can be loaded again. The tensors are live: write or clone them before the
-        next step.
+        A reference that never moves is left out, since it can be loaded again. The tensors are live: write or clone
+        them before the next step.
         """
         tensors = {name: value for backend in self.backends.values() for name, value in backend.state_dict().items()}
+        tensors |= {f"reference/{name}": weight for name, (weight, _) in self._list_reference_weights().items()}
         return tensors, {
             "step": self.step_index,
             "empty_in_a_row": self.consecutive_empty_steps,
@@ -640,6 +690,7 @@ class PPOTrainer:
             "collapse_averages": self.collapse_averages,
             # Adapters fit only the base on which they were trained. Full weights need no base.
             **({} if self.base_fingerprint is None else {"base": self.base_fingerprint}),
+            **({"reference_step": self.reference_step} if self.run_config.syncs_reference else {}),
             # With another teacher, it would be another run.
             **({} if self.reference_fingerprint is None else {"reference": self.reference_fingerprint}),
         }
@@ -653,6 +704,10 @@ class PPOTrainer:
         check_fingerprint("reference", values.get("reference"), self.reference_fingerprint)
         for backend in self.backends.values():
             backend.check_state_shapes(get_shapes(tensors))
+        # A probe may need a reference in a run that had none, and starts with the initial one.
+        reference_weights = self._list_reference_weights() if "reference_step" in values else {}
+        reference_shapes = {name: weight.shape for name, (weight, _) in reference_weights.items()}
+        check_shapes("reference", reference_shapes, select_below("reference", get_shapes(tensors)))
         # Read and convert everything before loading anything, so that a refused state changes nothing.
         try:
             step, empty_steps, nonfinite_steps = (
@@ -660,6 +715,7 @@ class PPOTrainer:
             )
             synced_step = int(values.get("synced_step", step))  # older states lack it
             seconds, coef = float(values["seconds_total"]), float(values["kl_coef"])
+            reference_step = int(values.get("reference_step", 0))
             total_budget = {name: int(values["totals"][name]) for name in BUDGET_COLUMNS}
             averages = {
                 label: {name: float(std) for name, std in stds.items()}
@@ -669,7 +725,10 @@ class PPOTrainer:
             raise ValueError(f"its values do not fit ({type(error).__name__}: {error})") from error
         for backend in self.backends.values():
             backend.load_state_dict(tensors)
-        self.step_index = step
+        with nullcontext() if self._reference_swap is None else self._reference_swap.load(has_changed=True):
+            for name, (weight, _) in reference_weights.items():
+                weight.copy_(tensors[f"reference/{name}"])
+        self.step_index, self.reference_step = step, reference_step
         self.consecutive_empty_steps, self.consecutive_nonfinite_steps = empty_steps, nonfinite_steps
         self.seconds_total, self.total_budget, self.collapse_averages = seconds, total_budget, averages
         self.kl_coef = coef

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from trainable.config.schedules import SCHEDULABLE_SETTINGS
 from trainable.runs.collapse_quantities import EXTRA_QUANTITIES, QUANTITIES, Quantity
 
 
@@ -154,6 +155,12 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "rollout.recompute_logprobs=False, pi is that of the engine",
     ),
     Column(
+        "reference_step",
+        "steps",
+        "the step after which the policy became the reference of this step's KL, 0: before training; missing without "
+        "trainer.ref_model_sync_steps",
+    ),
+    Column(
         "actor_grad_norm", "1", "gradient norm before clipping, mean over applied optimizer steps", "actor/grad_norm"
     ),
     Column("vf_loss", "reward^2", "value loss, mean over micro-batches", "critic/vf_loss"),
@@ -276,7 +283,16 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
 )
 EXTRA_COLLAPSE_COLUMNS = _make_collapse_columns(EXTRA_QUANTITIES)
 """Measured only if `collapse_detection.all_quantities` is set."""
-STEP_COLUMNS: tuple[Column, ...] = (*DEFAULT_STEP_COLUMNS, *EXTRA_COLLAPSE_COLUMNS)
+SCHEDULE_COLUMNS: Mapping[str, Column] = {
+    name: Column(
+        f"scheduled_{name.replace('.', '_')}",
+        "1",
+        "the setting's value in this step; missing without a schedule" if number == 0 else "as scheduled_actor_lr",
+    )
+    for number, name in enumerate(SCHEDULABLE_SETTINGS)
+}
+"""For each setting that may have a schedule, the column of its values."""
+STEP_COLUMNS: tuple[Column, ...] = (*DEFAULT_STEP_COLUMNS, *EXTRA_COLLAPSE_COLUMNS, *SCHEDULE_COLUMNS.values())
 
 # Written by the study, in addition to the columns that the trial reports.
 ROW_COLUMNS: tuple[Column, ...] = (
@@ -477,14 +493,15 @@ TIME_COLUMNS: frozenset[str] = frozenset(
 STATUSES: tuple[str, ...] = ("completed", "early_stopped", "censored", "failed", "interrupted", "never_ran")
 
 
-def make_empty_row(*, all_quantities: bool = False) -> dict[str, float | str | None]:
+def make_empty_row(*, all_quantities: bool = False, schedules: Iterable[str] = ()) -> dict[str, float | str | None]:
     """Make a row with every step and stop column, without values.
 
     Tune's csv keeps only the columns of the first reported row, so this row needs all columns. all_quantities: whether
-    to include the columns of the setting `collapse_detection.all_quantities`.
+    to include the columns of the setting `collapse_detection.all_quantities`. schedules: the settings with schedules.
     """
-    columns = STEP_COLUMNS if all_quantities else DEFAULT_STEP_COLUMNS
-    row: dict[str, float | str | None] = {column.name: None for column in (*columns, *STOP_COLUMNS)}
+    columns = (*DEFAULT_STEP_COLUMNS, *(EXTRA_COLLAPSE_COLUMNS if all_quantities else ()))
+    columns += (*(SCHEDULE_COLUMNS[name] for name in schedules), *STOP_COLUMNS)
+    row: dict[str, float | str | None] = {column.name: None for column in columns}
     # Empty text means that no rule has fired. Without this key, the study's Stoppers would apply the rules themselves.
     row["stop_rule"] = ""
     return row

@@ -286,7 +286,10 @@ def print_settings(console: Console, study: Study, *, with_all: bool) -> None:
         if name in study.axis.swept_fields:  # the arms differ in it
             defaults = [study.axis.option] * len(values)
         meaning = " ".join((field.description or "").split())
-        rows.append([name, *defaults, meaning, _format_allowed(field.annotation, field.metadata)])
+        allowed = _format_allowed(field.annotation, field.metadata)
+        if name in family.config_class.schedulable_settings:
+            allowed += ", or a schedule"
+        rows.append([name, *defaults, meaning, allowed])
     print_table(console, ("setting", *family.presets, "meaning", "allowed"), rows)
     if len(rows) < len(fields):
         command = format_command("settings", study.name, "--all")

@@ -151,7 +151,8 @@ def probe(target: RunCheckpoint, settings: ProbeSettings, with_val: bool, consol
 
     with_val: roll out the validation levels first.
     """
-    run_config, effective_settings = target.spec.ppo_config, make_probe_settings(target.spec.ppo_config, settings)
+    run_config = target.spec.ppo_config
+    effective_settings = make_probe_settings(run_config.at_step(target.step), settings)
     config = apply_overrides(run_config, effective_settings)
     run_dir, log_path = target.plan.get_run_dir(target.spec.run_id), _make_log_path(target, with_val, config)
     check_path(target.plan.output, log_path)

@@ -16,7 +16,7 @@ from rich.filesize import decimal
 from trainable.config.run_config import RunConfig
 from trainable.runs.episode_lines import MAX_ANSWER_CHARS
 from tune_study.folder.statuses import find_finished_runs
-from tune_study.placement.memory import ModelShape, list_trained_tensors
+from tune_study.placement.memory import ModelShape, compute_moving_reference_bytes, list_trained_tensors
 from tune_study.placement.model_files import read_model_shape
 from tune_study.plan.errors import MisfitError, PlanError
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan
@@ -51,10 +51,11 @@ class DiskBudget(NamedTuple):
 def compute_checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:
     """Compute the size of a run's checkpoint after its first update: weights and AdamW's two moments in float32.
 
-    Frozen networks (reference, base) are loaded from the original model and not saved.
+    Frozen networks (reference, base) are loaded from the original model and not saved, unless the reference moves.
     """
     tensors = [size for sizes in list_trained_tensors(shape, config).values() for size in sizes]
-    return 12 * sum(tensors) + len(tensors) * _TENSOR_BYTES + _CHECKPOINT_BYTES
+    reference_bytes = compute_moving_reference_bytes(shape, config) if config.syncs_reference else 0
+    return 12 * sum(tensors) + reference_bytes + len(tensors) * _TENSOR_BYTES + _CHECKPOINT_BYTES
 
 
 def count_occurrences(steps: int, every: int) -> int:

@@ -191,6 +191,8 @@ def list_allocations(
         # If it is swapped, it is on the GPU for its own passes, and for the exact KL also in those of the policy.
         update = size if config.actor.reads_reference_distribution else resident
         items.append(Allocation("reference weights", resident, size, update, update, host))
+    elif config.syncs_reference:
+        items.append(_allocate_always("reference adapters", compute_moving_reference_bytes(shape, config)))
     items += _list_pass_allocations(shape, config)
     items.append(_allocate_always("CUDA context", CONTEXT_BYTES + (NCCL_BYTES if count_ranks(config) > 1 else 0)))
     if config.rollout.uses_vllm:
@@ -249,6 +251,15 @@ def compute_frozen_bytes(shape: ModelShape, config: RunConfig, in_4bit: bool = F
         linear_bytes = int(FOUR_BIT_BYTES * weights) + FLOAT32 * (shape.linear_parameters - weights)
     other_parameters = shape.trunk_parameters - shape.linear_parameters
     return FLOAT32 * other_parameters + dtype_bytes * shape.own_head + linear_bytes
+
+
+def compute_moving_reference_bytes(shape: ModelShape, config: RunConfig) -> int:
+    """Compute the bytes of a reference that becomes a later policy: a frozen copy, or adapters in float32."""
+    if not config.model.lora_rank:
+        return compute_frozen_bytes(shape, config)
+    return (
+        FLOAT32 * config.model.lora_rank * shape.num_hidden_layers * sum(map(sum, list_adapted_layers(shape, config)))
+    )
 
 
 def compute_block_bytes(shape: ModelShape, config: RunConfig) -> int:

@@ -28,6 +28,7 @@ from trainable.config.own_parts import (
     register_file,
 )
 from trainable.config.run_config import RunConfig, apply_overrides, resolve_key
+from trainable.config.schedules import split_values
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import SourceFile
 from tune_study.plan.errors import PlanError
@@ -327,7 +328,7 @@ def parse_factors(assignments: Sequence[str]) -> dict[str, tuple[str, ...]]:
     factors: dict[str, tuple[str, ...]] = {}
     for assignment in assignments:
         key, _, text = assignment.partition("=")
-        values = tuple(value.strip() for value in text.split(","))
+        values = split_values(text)
         if len(values) < 2 or not all(values):
             raise PlanError(
                 f"--vary {format_value(assignment)} does not have two values or more: type --vary KEY=VALUE,VALUE, "

@@ -7,6 +7,7 @@ from dataclasses import replace
 from search_spaces.declaration.study import Axis, Study
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import resolve_key
+from trainable.config.schedules import split_values
 from trainable.config.setting_types import flatten_settings, format_value
 from trainable.families import Family, Settings
 from trainable.runs.study_record import Dimension, Search
@@ -114,7 +115,7 @@ def _parse(text: str, family: Family) -> list[Dimension]:
     # The name of a plug-in has a colon as well, but a choice has at least one comma.
     if ":" in values_text and "," not in values_text:
         return [replace(_parse_interval(text, setting, values_text), condition=condition)]
-    values = tuple(value.strip() for value in values_text.split(","))
+    values = split_values(values_text)
     if len(values) < 2 or not all(values) or len(set(values)) < len(values):
         raise PlanError(
             f"--vary {format_value(text)} has neither an interval nor two different values: type {EXAMPLES}, or "

@@ -9,6 +9,7 @@ from search_spaces.declaration.study import Study
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.command_lines import format_command
 from trainable.config.run_config import ConfigError, apply_overrides, resolve_key
+from trainable.config.schedules import split_values
 from trainable.config.setting_types import format_value
 from trainable.files.paths import UnsafePathError, read_bytes
 from tune_study.plan.errors import PlanError
@@ -40,7 +41,7 @@ def expand_groups(study: Study, entries: Sequence[str]) -> tuple[str, ...]:
 
 def parse_values(text: str, option: str) -> tuple[str, ...]:
     """Parse the comma-separated list of an option, without blanks. Raises PlanError if an entry is empty."""
-    values = tuple(entry.strip() for entry in text.split(","))
+    values = split_values(text)
     if not all(values):
         raise PlanError(
             f"{option} '{format_value(text)}' has an empty entry: type values separated by single commas, like "
@@ -84,7 +85,7 @@ def collect_overrides(
 
 def _refuse_grid(study: Study, name: str, text: str) -> None:
     """Raise PlanError for a comma-separated list if the setting takes each value but not the list."""
-    texts = [part.strip() for part in text.split(",")]
+    texts = split_values(text)
     if len(texts) == 1:
         return
     base = study.family.config_class.model_validate({})

@@ -120,7 +120,7 @@ def test_every_field_and_alias_names_a_field() -> None:
         ("actor_rollout_ref.rollout.tensor_model_parallel_size", "_size`. Tensor parallelism is missing: every GPU"),
         ("trainer.nnodes", "There is no setting `trainer.nnodes`. A run is on one node: nothing places its ranks on"),
         ("gradient_accumulation_steps", "Gradients are accumulated over the micro-batches of a mini-batch: type"),
-        ("lr_scheduler_type", "The learning rate is constant, without warm-up and schedule"),
+        ("lr_scheduler_type", "A schedule is written as the value of actor.lr"),
         ("data.train_batch_size", "A step samples env.env_groups prompts with env.group_size rollouts each"),
         ("epsilon", "The clip range has two sides: type --set actor.clip_ratio_low=0.2"),
     ],

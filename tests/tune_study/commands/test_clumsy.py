@@ -162,7 +162,7 @@ WRONG: list[tuple[str, str]] = [
     ("run top-p --preset laptop --dry-run --rollout_filter_value 0.9,nofliter", "a number or one of nofilter"),
     (f"{LAPTOP} --set data.train_batch_size=64", "env.env_groups prompts with env.group_size rollouts each"),
     (f"{LAPTOP} --set gradient_accumulation_steps=4", "The size of a micro-batch changes the loss, unless"),
-    (f"{LAPTOP} --set lr_scheduler_type=cosine", "The learning rate is constant, without warm-up and schedule"),
+    (f"{LAPTOP} --set lr_scheduler_type=cosine", "A schedule is written as the value of actor.lr"),
     (f"{LAPTOP} --set actor=1", "Nearest: actor.lr"),
     (f"{LAPTOP} --set =1", "`python -m tune_study settings --all` lists all with their meaning"),
     (f"{LAPTOP} --set lr=1e-4", "type one of actor.lr, critic.lr"),

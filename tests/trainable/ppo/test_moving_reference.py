@@ -1,0 +1,152 @@
+"""A reference that becomes a later policy (trainer.ref_model_sync_steps)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.fakes.scripted import clone_tensors
+from tests.fakes.trainers import has_same_weights, make_quiet_trainer, run_steps
+from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
+from trainable.models.networks import move_reference
+from trainable.ppo.trainer import PPOTrainer
+from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
+from tune_study.placement.disk import compute_checkpoint_bytes
+from tune_study.placement.model_size import read_model_shape
+
+KL = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1, "actor__kl_loss_type": "mse", "actor__lr": 3e-3}
+SYNC = {**KL, "trainer__ref_model_sync_steps": 2}
+LORA = {**SYNC, "model__lora_rank": 4}
+
+
+def copy_reference(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
+    reference: Any = trainer.reference
+    return clone_tensors(dict(reference.named_parameters()))
+
+
+def test_each_weight_is_the_mixture() -> None:
+    generator = torch.Generator().manual_seed(0)
+    policy, reference = nn.Linear(3, 2), nn.Linear(3, 2).to(torch.bfloat16)
+    with torch.no_grad():
+        for weight in (*policy.parameters(), *reference.parameters()):
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+    expected = [
+        (0.3 * new.double() + 0.7 * old.double()).to(torch.bfloat16)
+        for old, new in zip(reference.parameters(), policy.parameters(), strict=True)
+    ]
+    move_reference(reference.parameters(), policy.parameters(), 0.3)
+    for weight, mixture in zip(reference.parameters(), expected, strict=True):
+        torch.testing.assert_close(weight.detach(), mixture, rtol=2**-7, atol=0)
+    move_reference(reference.parameters(), policy.parameters(), 1.0)
+    for weight, copied in zip(reference.parameters(), policy.parameters(), strict=True):
+        assert torch.equal(weight, copied.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("settings", [SYNC, {**LORA, "actor__ppo_epochs": 2}], ids=["weights", "adapters"])
+def test_the_reference_is_the_policy_of_the_last_sync(settings: dict[str, object]) -> None:
+    plain = {name: value for name, value in settings.items() if not name.startswith("trainer__ref")}
+    trainer, fixed = make_quiet_trainer(**settings), make_quiet_trainer(**plain)
+    initial = copy_reference(trainer)
+    rows, fixed_rows = run_steps(trainer, 2), run_steps(fixed, 2)
+    assert [row.pop("reference_step") for row in rows] == [0, 0]
+    assert "reference_step" not in fixed_rows[0]
+    # Until the first sync, the runs are equal: adapters that add nothing change no number.
+    assert rows == fixed_rows
+    for name, weight in copy_reference(trainer).items():
+        policy_weight = dict(trainer.model.named_parameters())[name]
+        assert torch.equal(weight, policy_weight)
+    assert any(not torch.equal(weight, initial[name]) for name, weight in copy_reference(trainer).items())
+    (third,), (fixed_third,) = run_steps(trainer, 1), run_steps(fixed, 1)
+    assert third["reference_step"] == 2
+    assert abs(third["kl_to_reference"]) < 1e-6 < fixed_third["kl_to_reference"]
+    assert third["kl_loss"] < fixed_third["kl_loss"]
+
+
+def test_a_mixture_lies_between() -> None:
+    trainer = make_quiet_trainer(**{**SYNC, "trainer__ref_model_sync_steps": 1, "trainer__ref_model_mixup_alpha": 0.25})
+    initial = copy_reference(trainer)
+    run_steps(trainer, 1)
+    for name, weight in copy_reference(trainer).items():
+        policy_weight = dict(trainer.model.named_parameters())[name].detach()
+        torch.testing.assert_close(weight, 0.25 * policy_weight + 0.75 * initial[name])
+
+
+@pytest.mark.parametrize(
+    "settings", [SYNC, LORA, {**SYNC, "trainer__swap_to_host": True}], ids=["full", "lora", "swap"]
+)
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_resumed_run_equals_an_undisturbed_one(settings: dict[str, object], stop: int, tmp_path: Path) -> None:
+    settings = {**settings, "trainer__total_training_steps": 4}
+    undisturbed, resumed = make_quiet_trainer(**settings), make_quiet_trainer(**settings)
+    run_steps(undisturbed, stop)
+    write_checkpoint(tmp_path / "state", *undisturbed.get_state())
+    rows = run_steps(undisturbed, 4 - stop)
+    resumed.load_state(*read_checkpoint(tmp_path / "state"))
+    assert run_steps(resumed, 4 - stop) == rows
+    assert has_same_weights(resumed, undisturbed)
+    states = [trainer.get_state()[1] | {"seconds_total": 0} for trainer in (resumed, undisturbed)]
+    assert states[0] == states[1]
+
+
+def test_a_reference_moves_also_in_a_step_without_a_batch(random_folder: Path) -> None:
+    settings = {"model__path": str(random_folder), "filter__rollout_filter_include_zero": False}
+    trainer = make_quiet_trainer(**SYNC, **settings)
+    calls: list[int] = []
+    for _ in range(2):
+        assert trainer.step(lambda: calls.append(trainer.reference_step)).row["groups_kept"] == 0
+    assert calls == [0]  # before the tensors of the last state change
+    assert trainer.reference_step == 2
+
+
+@pytest.mark.parametrize("settings", [SYNC, LORA], ids=["full", "lora"])
+def test_the_plan_knows_the_size_of_a_checkpoint(settings: dict[str, object], tmp_path: Path) -> None:
+    sizes, planned = [], []
+    for is_moving in (False, True):
+        names = settings if is_moving else {name: settings[name] for name in settings if "ref_model" not in name}
+        trainer = make_quiet_trainer(**names)
+        run_steps(trainer, 1)
+        write_checkpoint(tmp_path / "state", *trainer.get_state())
+        sizes.append(sum(path.stat().st_size for path in (tmp_path / "state").iterdir()))
+        shape = read_model_shape(trainer.config.model.path, {})
+        assert shape is not None
+        planned.append(compute_checkpoint_bytes(shape, trainer.config))
+    assert planned[1] - planned[0] == pytest.approx(sizes[1] - sizes[0], rel=0.1)
+
+
+def test_a_state_of_another_kind_is_refused() -> None:
+    moving, fixed = make_quiet_trainer(**SYNC), make_quiet_trainer(**KL)
+    tensors, values = moving.get_state()
+    assert values["reference_step"] == 0
+    assert json.loads(json.dumps(values)) == values
+    with pytest.raises(ValueError, match="reference/"):
+        fixed.load_state(tensors, values)
+    moving.load_state(*fixed.get_state())  # the initial reference
+    with pytest.raises(ValueError, match=r"reference/.*got nothing"):
+        moving.load_state({name: value for name, value in tensors.items() if not name.startswith("reference/")}, values)
+
+
+def test_hashes_of_other_runs_stay() -> None:
+    config = RunConfig()
+    unread = apply_overrides(config, {"trainer.ref_model_sync_steps": 5})
+    assert unread.compute_hash() == config.compute_hash()  # without a KL term, there is no reference
+    kl = apply_overrides(config, {"actor.use_kl_loss": True})
+    assert apply_overrides(kl, {"trainer.ref_model_sync_steps": 5}).compute_hash() != kl.compute_hash()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model.reference_path": "sokoban-tiny-teacher", "model.path": "sokoban-tiny"}, "set one of them to null"),
+        ({"model.lora_rank": 4, "trainer.ref_model_mixup_alpha": 0.5}, "mixed adapters do not add"),
+        ({"trainer.ref_model_sync_steps": 0}, "greater than or equal to 1"),
+        ({"trainer.ref_model_mixup_alpha": 0}, "greater than 0"),
+        ({"trainer.ref_model_mixup_alpha": 1.5}, "less than or equal to 1"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused(settings: dict[str, object], message: str) -> None:
+    base = {"actor.use_kl_loss": True, "trainer.ref_model_sync_steps": 5, "model.prompt_style": "compact"}
+    with pytest.raises(ConfigError, match=message):
+        apply_overrides(RunConfig(), {**base, **settings})

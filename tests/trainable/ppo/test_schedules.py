@@ -1,0 +1,121 @@
+"""A trainer follows the schedules of its settings, also after a restart."""
+
+from typing import Any
+
+import pytest
+
+from tests.fakes.scripted import clone_tensors, make_small_config
+from tests.fakes.trainers import QUIET_SETTINGS, has_same_weights, make_quiet_trainer, record_results, run_steps
+from trainable.ppo.trainer import PPOTrainer
+
+# Each of these settings changes the rows of a run with these settings.
+BASE: dict[str, object] = {
+    "actor__use_kl_loss": True,
+    "actor__kl_loss_coef": 0.1,
+    "actor__kl_loss_type": "mse",
+    "actor__ppo_epochs": 2,
+    "actor__lr": 3e-3,
+    "critic__ppo_epochs": 2,
+    "critic__lr": 1e-2,
+    "algorithm__use_kl_in_reward": True,
+    "algorithm__kl_ctrl__kl_coef": 0.1,
+    "algorithm__bi_level_gae": True,
+    "filter__rollout_filter_value": 1.0,
+}
+CHANGES: dict[str, tuple[float, float]] = {
+    "actor__lr": (3e-3, 1e-3),
+    "critic__lr": (1e-2, 1e-3),
+    "actor__kl_loss_coef": (0.1, 1.0),
+    "algorithm__kl_ctrl__kl_coef": (0.1, 1.0),
+    "actor__entropy_coeff": (0.0, 0.1),
+    "actor__clip_ratio_low": (0.2, 0.0),
+    "actor__clip_ratio_high": (0.28, 0.0),
+    "actor__clip_ratio_c": (3.0, 1.001),
+    "critic__cliprange_value": (0.5, 1e-3),
+    "rollout__temperature": (1.0, 0.7),
+    "filter__rollout_filter_value": (1.0, 0.4),
+    "algorithm__gamma": (1.0, 0.5),
+    "algorithm__lam": (1.0, 0.5),
+    "algorithm__high_level_gamma": (0.95, 0.5),
+}
+
+
+def make_trainer(**settings: object) -> PPOTrainer:
+    return make_quiet_trainer(**{**BASE, **settings})
+
+
+def get_column(name: str) -> str:
+    return f"scheduled_{name.replace('__', '_')}"
+
+
+def drop_scheduled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if not name.startswith("scheduled_")} for row in rows]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_step_equals_a_step_with_the_number(name: str) -> None:
+    """A run that jumps to another value equals one that continues from a checkpoint with that value."""
+    first, second = CHANGES[name]
+    scheduled = make_trainer(**{name: f"steps({first}, {second}@2)"})
+    constant = make_trainer(**{name: first})
+    rows, (constant_row,) = run_steps(scheduled, 1), run_steps(constant, 1)
+    assert rows[0][get_column(name)] == first
+    assert drop_scheduled(rows) == [constant_row]
+    assert has_same_weights(scheduled, constant)
+    tensors, values = constant.get_state()
+    other = make_trainer(**{name: second})
+    other.load_state(clone_tensors(tensors), values)
+    other.kl_coef = other.config.algorithm.kl_ctrl.kl_coef
+    rows, other_rows = run_steps(scheduled, 1), run_steps(other, 1)
+    assert rows[0][get_column(name)] == second
+    assert drop_scheduled(rows) == other_rows
+    assert has_same_weights(scheduled, other)
+    # The value matters: without the jump, the weights are others.
+    run_steps(constant, 1)
+    assert not has_same_weights(scheduled, constant)
+
+
+def test_a_resumed_run_equals_an_undisturbed_one() -> None:
+    schedules = {
+        "actor__lr": "linear(3e-3, 1e-3@3)",
+        "actor__kl_loss_coef": "cosine(0, 1@3)",
+        "algorithm__kl_ctrl__kl_coef": "linear(0.1, 0.4@3)",
+        "rollout__temperature": "linear(1, 0.7@3)",
+        "critic__shared_trunk": True,
+    }
+    undisturbed, resumed = make_trainer(**schedules), make_trainer(**schedules)
+    run_steps(undisturbed, 1)
+    tensors, values = undisturbed.get_state()
+    resumed.load_state(clone_tensors(tensors), values)
+    assert resumed.config.rollout.temperature == 1
+    rows = run_steps(undisturbed, 2)
+    assert run_steps(resumed, 2) == rows
+    assert has_same_weights(resumed, undisturbed)
+    assert [row[get_column("actor__lr")] for row in rows] == pytest.approx([2e-3, 1e-3])
+    assert [row["kl_in_reward_coef"] for row in rows] == pytest.approx([0.25, 0.4])
+
+
+def test_a_group_of_the_optimizer_has_the_rate_of_its_network() -> None:
+    trainer = make_trainer(critic__shared_trunk=True, actor__lr="steps(3e-3, 1e-3@2)", critic__lr="steps(1e-2, 2e-2@2)")
+    optimizer: Any = trainer.backends["actor"].optimizer  # type: ignore[attr-defined]
+    for rates in ([3e-3, 1e-2], [1e-3, 2e-2]):
+        run_steps(trainer, 1)
+        assert [group["lr"] for group in optimizer.param_groups] == rates
+
+
+def test_validations_and_analyses_see_the_settings_of_their_step() -> None:
+    settings = {"actor__entropy_coeff": "linear(0.1, 0.3@3)", "trainer__gradient_analysis_mode": True}
+    analysis = {"trainer__gradient_analysis_every": 1, "actor__use_kl_loss": True}
+    trainer = make_quiet_trainer(**settings, **analysis)
+    results = record_results(trainer, "_analyze_gradients")
+    run_steps(trainer, 2)
+    coefficients = [
+        {row["coefficient"] for row in lines[0]["rows"] if row["component"] == "entropy"} for lines in results
+    ]
+    assert coefficients == [{0.1}, {0.2}]
+
+
+def test_a_run_without_schedules_has_no_columns_of_them() -> None:
+    assert not any(name.startswith("scheduled_") for name in run_steps(make_quiet_trainer(), 1)[0])
+    config = make_small_config(**QUIET_SETTINGS)
+    assert config.at_step(3) is config
