@@ -15,7 +15,7 @@ from trainable.models.networks import move_reference
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 from tune_study.placement.disk import compute_checkpoint_bytes
-from tune_study.placement.model_size import read_model_shape
+from tune_study.placement.model_files import read_model_shape
 
 KL = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1, "actor__kl_loss_type": "mse", "actor__lr": 3e-3}
 SYNC = {**KL, "trainer__ref_model_sync_steps": 2}
