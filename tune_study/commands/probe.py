@@ -122,6 +122,8 @@ def make_probe_settings(config: RunConfig, settings: ProbeSettings) -> dict[str,
         "trainer.gradient_analysis_env_groups": trainer.gradient_analysis_env_groups or 128,
         "trainer.gradient_analysis_group_size": trainer.gradient_analysis_group_size or 16,
         "actor.entropy_coeff": config.actor.entropy_coeff or PUBLISHED_COEFFICIENT,
+        # A probe plays its own batch.
+        "filter.max_num_gen_batches": 1,
     }
     # A run with a KL loss keeps the estimator and coefficient with which its policy was trained.
     if not config.actor.use_kl_loss:

@@ -201,6 +201,11 @@ def test_a_probe_switches_kl_and_entropy_on_where_they_are_off() -> None:
     assert (trainer.gradient_analysis_group_size, trainer.gradient_analysis_log_prefilter) == (16, True)
     with pytest.raises(PlanError, match="leave it out for 16, or type a number"):
         probe.make_probe_settings(run_config, {"trainer.gradient_analysis_group_size": None})
+    # A run may sample further batches in a step, and a probe has one of its own.
+    refill_config = apply_overrides(
+        run_config, {"filter.max_num_gen_batches": 3, "filter.rollout_filter_include_zero": False}
+    )
+    assert apply_overrides(refill_config, probe.make_probe_settings(refill_config, {})).further_batches == 0
     strong_config = apply_overrides(
         run_config, {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.3, "actor.entropy_coeff": -0.1}
     )

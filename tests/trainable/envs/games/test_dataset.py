@@ -53,10 +53,16 @@ def test_each_prompt_is_in_one_set_and_training_sees_all_of_its_rows_once_per_ep
             "model.prompt_style": "plain",
             "env.val_env_groups": 40,
             "trainer.total_training_steps": 200,
+            "filter.max_num_gen_batches": 2,
+            "filter.rollout_filter_include_zero": False,
         },
     )
     game = make_game(sums)
     levels = make_run_levels(game, config)
+    # Further batches have rows of the training set, too.
+    refill = [level for batch in levels.refill for level in batch]
+    assert len(refill) == 800
+    assert collect_level_keys(refill) == {row.key for row in game.rows.sets["training"]}
     training = [level for step in levels.training for level in step]
     keys = [collect_level_keys(each) for each in (training, levels.validation, levels.test)]
     assert sum(map(len, keys)) == len(frozenset.union(*keys))
