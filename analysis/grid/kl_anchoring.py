@@ -41,10 +41,10 @@ def make_kl_table(frames: StudyFrames) -> pd.DataFrame:
         return pd.DataFrame(columns=columns)
     # Runs with use_kl_loss=False may have a reference pass for the penalty in the reward: a different question.
     has_kl = trials[SWITCH_COLUMN].fillna(False).astype(bool) & trials["status"].isin(SCORED_STATUSES)
-    runs = trials[has_kl & trials["run_id"].isin(steps["run_id"])]
-    table = runs[["run_id", "seed", "status"]].assign(
-        form=runs[FORM_COLUMN], coefficient=runs[COEFFICIENT_COLUMN].astype(float)
-    )
+    # A schedule is not one coefficient.
+    coefficients = pd.to_numeric(trials[COEFFICIENT_COLUMN], errors="coerce")
+    runs = trials[has_kl & coefficients.notna() & trials["run_id"].isin(steps["run_id"])]
+    table = runs[["run_id", "seed", "status"]].assign(form=runs[FORM_COLUMN], coefficient=coefficients)
     # An id for each combination of the seed and all settings except form and coefficient.
     names = [f"config/{name}" for name in list_differing_settings(runs)]
     left_out = {FORM_COLUMN, COEFFICIENT_COLUMN, SWITCH_COLUMN}

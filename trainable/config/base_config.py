@@ -122,8 +122,9 @@ class BaseRunConfig(SettingsSection):
         if not isinstance(settings, Mapping):
             return handler(settings)
         first_values, schedules = dict(settings), dict[str, Schedule]()
-        for name, text in flatten_settings(settings).items():
-            if name not in cls.schedulable_settings or not is_schedule(text):
+        for name in cls.schedulable_settings:
+            text = _find_entry(settings, name)
+            if not is_schedule(text):
                 continue
             try:
                 schedule = parse_schedule(text)
@@ -219,6 +220,13 @@ class BaseRunConfig(SettingsSection):
         it the last digits of a row, but a study may continue on other GPUs than it started on.
         """
         return _hash_settings(self.dump_for_hash())
+
+
+def _find_entry(settings: object, name: str) -> Any:
+    """Find the entry with a dotted name in nested mappings; None if there is none."""
+    for key in name.split("."):
+        settings = settings.get(key) if isinstance(settings, Mapping) else None
+    return settings
 
 
 def _replace_entry(settings: Mapping[str, Any], name: str, value: object) -> dict[str, Any]:

@@ -160,7 +160,7 @@ def _resolve(dimension: Dimension, base_config: BaseRunConfig) -> Dimension:
     if dimension.values:
         return dimension
     if dimension.is_relative:
-        value = flatten_settings(base_config.model_dump(mode="json"))[dimension.setting]
+        value = flatten_settings(base_config.at_step(1).model_dump(mode="json"))[dimension.setting]
         return replace(dimension, low=dimension.low * value, high=dimension.high * value, is_relative=False)
     takes_low, takes_half = (
         can_apply(base_config, _make_point(dimension, f"{dimension.low + step:g}")) for step in (0, 0.5)

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
+from search_spaces.catalog import STUDIES
+from search_spaces.declaration.study import make_grid_axis
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names
 from trainable.config.schedules import (
     INTERPOLATIONS,
@@ -20,6 +23,9 @@ from trainable.config.schedules import (
     split_values,
 )
 from trainable.config.setting_types import flatten_settings
+from tune_study.plan.own_study import parse_factors
+from tune_study.plan.study_plan import find_changed_settings, make_plan
+from tune_study.plan.typed_settings import parse_values
 
 NUMBERS = st.floats(-10, 10)
 SCHEDULES = st.builds(
@@ -196,3 +202,17 @@ def test_a_whole_number_may_go_down_in_steps() -> None:
 def test_a_sandbox_has_no_schedules() -> None:
     with pytest.raises(ConfigError, match="No setting of this study can have one"):
         apply_overrides(UpdateRuleConfig.model_validate({}), {"lr": "linear(0.1, 0@9)"})
+
+
+def test_an_arm_may_be_a_schedule() -> None:
+    values = parse_values("0, linear(0.1, 0@60), 0.1", "--kl-values")
+    plan = make_plan(STUDIES["kl"], "laptop", "a test", {}, values, 1, Path("out"))
+    assert [spec.arm for spec in plan.runs] == ["0", "linear(0.1, 0@60)", "0.1"]
+    spec = plan.runs[1]
+    assert "linear-01-0@60" in spec.run_id
+    assert find_changed_settings(spec.config)["actor.kl_loss_coef"] == "linear(0.1, 0@60)"
+    assert spec.ppo_config.at_step(60).actor.kl_loss_coef == 0
+    assert spec.ppo_config.actor.use_kl_loss
+    grid = make_grid_axis({"actor.lr": ("1e-4", "linear(1e-4, 1e-5@9)"), "actor.ppo_epochs": ("1",)})
+    assert list(grid.named_settings) == ["lr1e-4-ppo_epochs1", "lrlinear-1e-4-1e-5@9-ppo_epochs1"]
+    assert parse_factors(["actor.lr=1e-4,linear(1e-4, 1e-5@9)"]) == {"actor.lr": ("1e-4", "linear(1e-4, 1e-5@9)")}
