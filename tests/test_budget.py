@@ -26,9 +26,9 @@ STATEMENTS: Mapping[str, int] = {
 
 `sandboxes` was raised from 3,360 when trees of rollouts came to it, which took 1,534 from the other packages.
 `trainable` was raised from 9,849 when trials began to upload their checkpoints themselves and data sets became games,
-and `search_spaces` by the preset `small`; then from 10,105 for what people train with today: four losses, STAPO, refill,
-masks, penalties of long replies, schedules of fifteen settings and a moving reference (`search_spaces` and `analysis`
-by one statement each, which names and orders arms with schedules)."""
+and `search_spaces` by the preset `small`; then from 10,105 for what people train with today: three losses, STAPO,
+refill, masks, penalties of long replies, schedules of fifteen settings and a moving reference (`search_spaces` and
+`analysis` by one statement each, for the names and the order of arms with schedules)."""
 
 READERS: Mapping[str, int] = {"study.json": 1, "run.json": 1, "status.json": 1}
 """File of a study -> most modules that name it. One that reads and writes it is what there should be."""
