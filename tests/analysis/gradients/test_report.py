@@ -140,7 +140,7 @@ def test_arm_lines_are_means_over_the_runs_of_an_arm_where_retrieval_was_measure
     assert first["chance"].to_list() == pytest.approx([2 / 64, 3 / 64] * 3, rel=1e-12)
     assert table.loc[table["measure"] == "entropy (nats per token)", "chance"].isna().all()
     frames = make_frames(tmp_path / "bare", {"0": []})
-    bare = frames.steps.drop(columns=[name for name in frames.steps if name.startswith("collapse_")])
+    bare = frames.steps.drop(columns=[name for name in frames.steps if name.startswith("collapse_")]).copy()
     assert series.make_arm_lines(frames).empty
     assert series.make_arm_lines(replace(frames, steps=bare)).empty
     assert series.make_arm_lines(add_retrieval(replace(frames, steps=bare), (FIRST_TURN,)))["measure"].nunique() == 2

@@ -141,6 +141,8 @@ def test_the_row_has_known_columns_and_misses_only_what_was_not_measured() -> No
         "tpo_target_top_prob",
         "gen_batches",
         "masked_episodes",
+        "reference_step",
+        "stapo_silenced_fraction",
         "base_val_kl_to_reference",  # the reference is the policy before training
         # Measures of another game.
         *(f"{split}_{name}" for split in ("train", "val", "base_val") for name in ("children", "consistent_guesses")),

@@ -366,9 +366,12 @@ def test_settings_lists_what_is_changed_most_and_says_how_to_see_the_rest() -> N
 def test_all_settings_are_listed_with_default_and_bounds() -> None:
     lines = {line.split()[0]: line for line in type_in("settings --all").out.splitlines()}
     assert lines.keys() - {"setting"} == set(list_field_names()) - {"seed"}
-    assert re.search(r" 1e-06 +0\.0003 +0\.0001 +0\.002 +learning rate .* number > 0$", lines["actor.lr"])
     assert re.search(
-        r" --kl-values +--kl-values +coefficient of the KL loss.* number >= 0$", lines["actor.kl_loss_coef"]
+        r" 1e-06 +0\.0003 +0\.0001 +0\.002 +learning rate .* number > 0, or a schedule$", lines["actor.lr"]
+    )
+    assert re.search(
+        r" --kl-values +--kl-values +coefficient of the KL loss.* number >= 0, or a schedule$",
+        lines["actor.kl_loss_coef"],
     )
     assert re.search(r" none +.* none \| linear \| sqrt$", lines["actor.filter_loss_scaling"])
     assert re.search(r" 512 +.* whole number >= 0, <= 512$", lines["env.test_env_groups"])
