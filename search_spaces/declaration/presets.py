@@ -68,8 +68,8 @@ _SMALL_SETTINGS: Settings = MappingProxyType(
         "actor.lr": 1e-4,
         "actor.kl_loss_type": "low_var_kl",
         "rollout.name": "torch",
-        # With vLLM: bfloat16 alone moves the log-probs of a fixed prompt of SmolLM2 by .06 nats per token.
-        "rollout.logprob_tolerance": 0.2,
+        # With vLLM: bfloat16 alone moves the log-probs of a fixed prompt of SmolLM2 by .06 to .19 nats per token.
+        "rollout.logprob_tolerance": 0.5,
         "rollout.max_model_len": None,
         "rollout.response_length": 32,
         "rollout.val_temperature": 1.0,
