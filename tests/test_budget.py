@@ -20,7 +20,7 @@ STATEMENTS: Mapping[str, int] = {
     "sandboxes": 4273,
     "search_spaces": 284,
     "trainable": 10484,
-    "tune_study": 6479,
+    "tune_study": 6482,
 }
 """Package -> most statements, docstrings left out.
 
@@ -33,8 +33,10 @@ refill, masks, penalties of long replies, schedules of fifteen settings and a mo
 READERS: Mapping[str, int] = {"study.json": 1, "run.json": 1, "status.json": 1}
 """File of a study -> most modules that name it. One that reads and writes it is what there should be."""
 
-TRACED_FILES: Mapping[str, int] = {"dry run": 37, "status": 15, "first step": 50}
-"""What is done -> most files of the project of which a function is called."""
+TRACED_FILES: Mapping[str, int] = {"dry run": 39, "status": 15, "first step": 52}
+"""What is done -> most files of the project of which a function is called.
+
+Raised from 37 and 50, two each, by the module of schedules and by what further settings read."""
 
 
 @cache

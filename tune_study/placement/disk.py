@@ -53,8 +53,11 @@ def compute_checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:
 
     Frozen networks (reference, base) are loaded from the original model and not saved, unless the reference moves.
     """
-    tensors = [size for sizes in list_trained_tensors(shape, config).values() for size in sizes]
-    reference_bytes = compute_moving_reference_bytes(shape, config) if config.syncs_reference else 0
+    trained = list_trained_tensors(shape, config)
+    tensors = [size for sizes in trained.values() for size in sizes]
+    reference_bytes = 0
+    if config.syncs_reference:  # as many tensors as the policy, without the two moments
+        reference_bytes = compute_moving_reference_bytes(shape, config) + len(trained["policy"]) * _TENSOR_BYTES // 3
     return 12 * sum(tensors) + reference_bytes + len(tensors) * _TENSOR_BYTES + _CHECKPOINT_BYTES
 
 

@@ -113,7 +113,7 @@ def test_the_plan_knows_the_size_of_a_checkpoint(settings: dict[str, object], tm
         shape = read_model_shape(trainer.config.model.path, {})
         assert shape is not None
         planned.append(compute_checkpoint_bytes(shape, trainer.config))
-    assert planned[1] - planned[0] == pytest.approx(sizes[1] - sizes[0], rel=0.1)
+    assert planned[1] - planned[0] == pytest.approx(sizes[1] - sizes[0], rel=0.01)
 
 
 def test_a_state_of_another_kind_is_refused() -> None:

@@ -87,7 +87,7 @@ def test_another_process_with_the_id_of_a_driver_is_not_the_driver(
 def test_a_process_that_ignores_sigterm_is_killed(
     tmp_path: Path, children: list["subprocess.Popen[str]"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainable.runs.orphans._TERMINATE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("trainable.runs.orphans._TERMINATE_TIMEOUT_S", 1.0)
     orphan = start(children, tmp_path, IGNORES_SIGTERM)
     terminate_orphans(tmp_path)
     assert not psutil.pid_exists(orphan.pid)
