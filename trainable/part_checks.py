@@ -26,7 +26,6 @@ from trainable.envs.games.make import get_turn_limits, make_environment
 from trainable.envs.prompts import ACTION_SEPARATOR, CHATML
 from trainable.families import list_families
 from trainable.ppo.trainer import PPOTrainer
-from trainable.ppo.update import adapt_own_loss
 from trainable.rollout.episode import Episode, StopReason
 from trainable.runs.records import STEP_COLUMNS, make_empty_row
 from trainable.runs.stop_rules import evaluate_own_rules
@@ -101,11 +100,9 @@ def _describe(value: object) -> str:
 def _check_policy_loss(loss: Any, config: RunConfig) -> None:
     logprobs = torch.linspace(-2.0, -0.1, 6).requires_grad_()
     advantages, episode_index = torch.linspace(-1.0, 1.0, 6), torch.tensor([0, 0, 0, 1, 1, 2])
-    compute_loss = adapt_own_loss(loss)
     for count in (6, 0):  # with several GPUs, a pass may have no tokens
-        token_loss = compute_loss(
-            logprobs[:count], torch.full((count,), -1.0), advantages[:count], episode_index[:count]
-        )
+        index = {"episode_index": episode_index[:count]} if has_parameter(loss, "episode_index") else {}
+        token_loss = loss(logprobs[:count], torch.full((count,), -1.0), advantages[:count], **index)
         _require_tensor(token_loss, (count,))
         _require(
             token_loss.requires_grad or not count, "it returned a loss without a gradient with respect to logprobs"

@@ -26,6 +26,12 @@ def test_float16_and_a_head_in_float32_lower_the_mismatch_of_bfloat16() -> None:
     assert mismatches["bfloat16", "float32"] < mismatches["bfloat16", "model"]
 
 
+def test_a_cache_for_one_conversation_is_enough_to_start() -> None:
+    from tests.fakes.trainers import make_quiet_trainer
+
+    make_quiet_trainer(rollout__name="vllm", rollout__max_model_len=256, rollout__kv_cache_gib=1e-6).close()
+
+
 @pytest.mark.parametrize("lora_rank", [0, 8])
 def test_trees_are_sampled_and_trained(lora_rank: int) -> None:
     """Conversations of children begin while those of their roots wait, and the weights are pushed after each step."""

@@ -5,11 +5,10 @@ Every aggregation is a weighted sum over tokens, so a mini-batch can be split an
 without changing its loss: the weights reproduce the published micro-batches, and memory limits the passes.
 """
 
-import inspect
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial, reduce
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from trainable.backend.meter import Meter
 from trainable.backend.torch_backend import Backend
 from trainable.backend.world import SINGLE_PROCESS, World, shard_rows
 from trainable.config.constants import CHUNK_ELEMENTS, TOKENS_PER_PASS
-from trainable.config.own_parts import get_part
+from trainable.config.own_parts import get_part, has_parameter
 from trainable.config.sections import ActorConfig, CriticConfig, OptimConfig
 from trainable.files.step_phase import STEP_PHASE
 from trainable.models.interface import LanguageModel, Trunk, ValueModel
@@ -204,19 +203,6 @@ def compute_value_loss(values: Tensor, inputs: PassInputs, cliprange: float, met
         tokens=0, loss_terms={"vf_loss": weighted_loss.detach()}, token_sums={"vf_clipfrac": token_loss.clipped.sum()}
     )
     return weighted_loss
-
-
-TokenLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Maps log-probs, old log-probs, advantages and episode index, (N,) each, to the loss (N,) of each token."""
-
-
-def adapt_own_loss(loss: Callable[..., Tensor]) -> TokenLoss:
-    """Adapt a plug-in loss, which gets the episode index only if it has a parameter of the name `episode_index`."""
-    if "episode_index" in inspect.signature(loss).parameters:
-        return lambda logprobs, old_logprobs, advantages, episode_index: loss(
-            logprobs, old_logprobs, advantages, episode_index=episode_index
-        )
-    return lambda logprobs, old_logprobs, advantages, episode_index: loss(logprobs, old_logprobs, advantages)
 
 
 @dataclass(frozen=True)
@@ -416,15 +402,12 @@ class ActorUpdate:
             ),
         }
         if settings.policy_loss not in formulas:  # a plug-in, of which it is unknown what it clips
-            return self._own_loss(*tokens, inputs.find_episode_index()), {}
+            own_loss = get_part(settings.policy_loss)
+            index = {"episode_index": inputs.find_episode_index()} if has_parameter(own_loss, "episode_index") else {}
+            return own_loss(*tokens, **index), {}
         policy_loss = formulas[settings.policy_loss]()
         clipped_tokens = {"pg_clipfrac": policy_loss.clipped, "pg_clipfrac_lower": policy_loss.clipped_lower}
         return policy_loss.loss, {name: mask.sum() for name, mask in clipped_tokens.items() if mask is not None}
-
-    @cached_property
-    def _own_loss(self) -> TokenLoss:
-        """The plug-in loss, whose signature is read once per update."""
-        return adapt_own_loss(get_part(self.settings.policy_loss))
 
     def _compute_reference_inputs(self, inputs: PassInputs, flat_positions: Tensor) -> tuple[Tensor, Tensor] | None:
         """Compute the reference's hidden states (N, hidden) for the exact KL, and return them with its head.

@@ -142,6 +142,21 @@ def test_a_run_on_a_core_is_its_steps_validations_and_tests(is_compiled: bool) -
     assert estimate_cpu_run_seconds(plan.runs[0], plan.study.family) == pytest.approx(expected)
 
 
+def test_a_run_takes_less_time_with_threads_and_a_large_model_with_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def estimate(**settings: object) -> float:
+        plan = plan_study(Path("/out"), **TORCH_SETTINGS, **settings)
+        return estimate_cpu_run_seconds(plan.runs[0], plan.study.family) - time_estimate.RUN_START_SECONDS
+
+    assert estimate(trainer__num_threads=2) == pytest.approx(estimate() / 2)
+    monkeypatch.setattr(time_estimate, "PASS_RATES", {False: time_estimate.LARGE_MODEL_RATE})
+    monkeypatch.setattr(time_estimate, "SAMPLING_RATES", {False: time_estimate.LARGE_MODEL_RATE})
+    seconds = estimate()
+    monkeypatch.undo()
+    monkeypatch.setattr(time_estimate, "LARGE_MODEL", 100_000)  # the policy has more parameters
+    assert estimate() == pytest.approx(seconds)
+    assert estimate(model__dtype="bfloat16") == pytest.approx(seconds / time_estimate.HALF_PRECISION_GAIN)
+
+
 def format_cpu_line(resource_plan: ResourcePlan, seeds: int = 3, study: str = "kl", **settings: object) -> str:
     return format_time_line(plan_study(Path("/out"), None, seeds, study=study, **settings), resource_plan, None, [])
 

@@ -21,6 +21,7 @@ from trainable.envs.games.dataset import DataSet, compute_digest, read_number, r
 from trainable.envs.games.make import make_environment
 from trainable.envs.level_sets import collect_level_keys, make_run_levels
 from trainable.envs.prompts import Observation, make_prompt_template
+from trainable.rollout.kv_cache_size import TEMPLATE_TOKENS, compute_max_tokens
 
 
 @pytest.fixture
@@ -201,3 +202,12 @@ def test_an_unusable_file_is_refused_with_the_place_and_what_to_type(sums: Path,
         with pytest.raises(DataFileError, match=message):
             _ = make_game(file, **settings).rows
     assert make_game(sums, digest=compute_digest(sums)).rows.num_twins == 0
+
+
+def test_a_plan_takes_the_bytes_of_the_longest_prompt_for_its_tokens(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [{"prompt": "é" * n, "answer": n} for n in range(1, 41)])
+    dataset = {"file": str(file), "instructions": "Count."}
+    config = RunConfig.model_validate(
+        {"env": {"name": "dataset", "max_turn": 1, "dataset": dataset}, "rollout": {"response_length": 8}}
+    )
+    assert compute_max_tokens(config) == 80 + len("Count.") + TEMPLATE_TOKENS + 8
