@@ -419,4 +419,6 @@ class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyp
                 # Tune lists the folder of every ended trial, which a trial that never started lacks.
                 trial.init_local_path()
                 tune_controller.stop_trial(trial)  # closes its files
+                # Tune saves the state of a trial that has changed, but forgets that one without a process has.
+                tune_controller._tune_controller._mark_trial_to_checkpoint(trial)
         return super().choose_trial_to_run(tune_controller, **kwargs)

@@ -99,9 +99,14 @@ def read_written_steps(plan: StudyPlan, arm: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def outcome(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """A study whose runs complete, are stopped by a rule, crash and recover, or fail in different ways."""
+    """A study whose runs complete, are stopped by a rule, crash and recover, or fail in different ways.
+
+    Tune saves its experiment state as often as it can: also between the failure of a run and the end of its trial.
+    """
     plan = make_plan_in(tmp_path_factory.mktemp("study"), ARMS)
-    return run_study(replace(plan, wandb=WandbTarget("offline")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TUNE_GLOBAL_CHECKPOINT_S", "0")
+        return run_study(replace(plan, wandb=WandbTarget("offline")))
 
 
 def test_every_run_has_one_status_with_its_reason(outcome: Outcome) -> None:
