@@ -106,8 +106,9 @@ class Replay(Conversation):
 
 def score_completions(trainer: PPOTrainer, levels: Sequence[Level], completion_ids: Sequence[list[int]]) -> list[float]:
     """Scores of one completion per level, played by our environment."""
+    zeros = np.zeros(trainer.config.rollout.response_length, dtype=np.float32)
     replies = [
-        SampledReply(np.array(ids), np.zeros(len(ids)), np.zeros(len(ids)), ids[-1] == trainer.stop_token)
+        SampledReply(np.array(ids), zeros[: len(ids)], zeros[: len(ids)], ids[-1] == trainer.stop_token)
         for ids in completion_ids
     ]
     params = SamplingParams(1.0, trainer.config.rollout.response_length, trainer.stop_token)

@@ -196,9 +196,9 @@ def test_the_loss_and_its_gradient_are_those_of_trl(name: str, tmp_path: Path) -
     )
     expected = compute_trl(case.trl, tmp_path, case.batch, case.micro_batches)
     actual = compute_ours(settings, case.batch)
-    assert case.factor * actual.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-6)
+    assert case.factor * actual.loss == pytest.approx(expected.loss, rel=1e-5, abs=5e-6)
     error = (case.factor * actual.gradient - expected.gradient).norm() / expected.gradient.norm()
-    assert float(error) < 1e-5
+    assert float(error) < 2e-5
 
 
 # A group of usual scores, one of a small spread, which TRL scales less, and one without a spread.
