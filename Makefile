@@ -16,7 +16,7 @@ PARALLEL := --numprocesses 3
 # The priority of the tests that run beside those with processes.
 BESIDE := nice -n 10
 
-.PHONY: setup compile smollm2 kl entropy top-p collapse test test-faults test-ci test-slow test-browser attack replicates record-demo test-engines test-all check lint types format bench bench-engines setup-gpu test-gpu bench-gpu clean
+.PHONY: setup compile smollm2 kl entropy top-p collapse test test-faults test-ci test-slow test-browser attack replicates record-demo test-engines test-trl test-all check lint types format bench bench-engines setup-gpu test-gpu bench-gpu clean
 
 setup: .venv/ready
 
@@ -199,6 +199,10 @@ format: setup
 # All figures beside the last ones; bench-engines has those that need vLLM. SAVE=1 makes them the last ones.
 bench: .venv-bench/ready
 	$(BENCH)/python benchmarks/figures.py $(if $(SAVE),--save)
+
+# The losses and advantages against those of TRL's trainers.
+test-trl: .venv-bench/ready
+	OMP_NUM_THREADS=1 $(BENCH)/python -m pytest tests/trainable/algo/test_trl_oracle.py
 
 bench-engines: .venv-engines/ready
 	OMP_NUM_THREADS=1 $(ENGINES)/python benchmarks/rollout_engines.py

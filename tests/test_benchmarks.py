@@ -40,6 +40,7 @@ SHORT: dict[str, tuple[str, ...]] = {
     "sweep_growth.py": ("--runs", "2"),
     "sweep_overhead.py": ("--arms", "1", "--seeds", "1", "--steps", "1", "--levels", "8"),
     "tree_step.py": ("--steps", "1", "--questions", "1"),
+    "trl_equivalence.py": ("--seeds", "1", "--steps", "1"),
     "trl_grpo.py": ("--repetitions", "1"),
     "update_rules.py": ("--steps", "1", "--seeds", "1"),
     "edge_coverage.py": ("--studies", "2", "--shift-studies", "1"),
@@ -47,12 +48,12 @@ SHORT: dict[str, tuple[str, ...]] = {
 }
 """Options with which a benchmark takes a few seconds."""
 
-REQUIRED_PACKAGES = {"rollout_engines.py": "vllm", "trl_grpo.py": "trl"}
+REQUIRED_PACKAGES = {"rollout_engines.py": "vllm", "trl_equivalence.py": "trl", "trl_grpo.py": "trl"}
 """Packages that only some environments have: `make bench` and `make bench-engines` install them."""
 
 ALLOWED_WARNINGS = {
     # TRL uses names that transformers has deprecated.
-    "trl_grpo.py": ("FutureWarning",),
+    **dict.fromkeys(("trl_equivalence.py", "trl_grpo.py"), ("FutureWarning",)),
     # The imports of vLLM itself warn.
     "rollout_engines.py": ("DeprecationWarning", "FutureWarning", "UserWarning"),
 }
