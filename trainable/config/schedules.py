@@ -55,7 +55,7 @@ class ControllerKind(NamedTuple):
 
 CONTROLLERS: Mapping[str, ControllerKind] = MappingProxyType(
     {
-        # The defaults of TRL's GRPOConfig, which are those of Skywork-OR1 (arXiv:2505.22312).
+        # The defaults are those of TRL's GRPOConfig.
         "target_entropy": ControllerKind(
             "actor.entropy_coeff",
             {"delta": 0.005, "min": 0.0, "max": 1.0},
@@ -135,7 +135,7 @@ class Controller(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The controller as `parse_schedule` reads it."""
+        """The controller as `parse_controller` reads it."""
         return f"{self.kind}({', '.join(map(_format_number, (self.target, *self.numbers.values())))})"
 
     @property

@@ -546,11 +546,12 @@ class PPOTrainer:
             if controller.kind == "target_entropy":
                 bounds = numbers["delta"], numbers["min"], numbers["max"]
                 coef = adapt_entropy_coef(coef, measured, controller.target, *bounds)
-                self.coefficients[name] = (coef, coef if measured <= controller.target else 0.0)
+                value = coef if measured <= controller.target else 0.0
             else:
                 batch_size = int(columns["batch_size"] or 0)
-                coef = adapt_kl_coef(coef, measured, controller.target, batch_size, numbers["horizon"])
-                self.coefficients[name] = (coef, coef)
+                value = coef = adapt_kl_coef(coef, measured, controller.target, batch_size, numbers["horizon"])
+            # A new dict, since the old one may belong to a state that is still being written.
+            self.coefficients = {**self.coefficients, name: (coef, value)}
 
     def _update_kl_coef(self, prepared: PreparedBatch) -> float:
         """Adapt the coefficient of the KL in the reward for the next step, and return the coefficient of this step."""

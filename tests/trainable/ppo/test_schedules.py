@@ -130,6 +130,12 @@ def test_a_controlled_step_equals_a_step_with_the_number() -> None:
     tensors = clone_tensors(tensors)
     rows = run_steps(controlled, 1)
     coefficients = {name: rows[0][get_column(name)] for name in CONTROLLERS}
+    # A state of the step before, which may still be written, does not change.
+    saved: Any = values["coefficients"]
+    assert {name: pair[1] for name, pair in saved.items()} == {
+        name.replace("__", "."): value for name, value in coefficients.items()
+    }
+    assert saved != controlled.coefficients
     assert coefficients["actor__entropy_coeff"] == 0.35
     for other_coefficients in ({}, {"actor__entropy_coeff": 0.0}, {"actor__kl_loss_coef": 0.1}):
         constant = make_trainer(**{**coefficients, **other_coefficients})
