@@ -208,6 +208,15 @@ def test_a_state_continues_with_another_number_of_ranks(
     assert_same_state(second, plain_run)
 
 
+@pytest.mark.parametrize("stage", [{}, STAGE_3], ids=["stage 2", "stage 3"])
+def test_an_optimizer_is_reset_as_on_one_device(tmp_path: Path, stage: dict[str, object]) -> None:
+    reset: dict[str, object] = {"trainer__ref_model_sync_steps": 2, "trainer__ref_model_reset_optimizer": True}
+    expected = train_ranks(tmp_path / "expected", 0, None, 3, **reset)
+    first = train_ranks(tmp_path / "first", 2, None, 2, **reset, **stage)
+    assert_same_state(train_ranks(tmp_path / "second", 2, first, 1, **reset, **stage), expected)
+    assert_same_state(train_ranks(tmp_path / "run", 2, None, 3, **reset, **stage), expected)
+
+
 ANALYSIS = {
     "trainer__gradient_analysis_mode": True,
     "trainer__gradient_analysis_env_groups": 5,

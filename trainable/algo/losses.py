@@ -491,6 +491,24 @@ def adapt_kl_coef(coef: float, current_kl: float, target_kl: float, n_steps: int
     return coef * (1 + error * n_steps / horizon)
 
 
+def adapt_entropy_coef(coef: float, entropy: float, target: float, delta: float, low: float, high: float) -> float:
+    """Adapt the coefficient c of an entropy bonus, to keep the entropy H from falling below a target.
+
+        c ← min(c + δ, high) if H <= target,   max(c − δ, low) otherwise
+
+    The bonus of the next step has the coefficient c if H <= target, and 0 otherwise. entropy, target: token means in
+    nats. delta: δ, per step.
+
+    Example:
+        >>> adapt_entropy_coef(0.5, entropy=0.1, target=0.2, delta=0.25, low=0.0, high=1.0)
+        0.75
+
+    Source: Skywork-OR1 (He et al. 2025, arXiv:2505.22312), adaptive entropy control, as in TRL's GRPOTrainer with
+    use_adaptive_entropy.  Degenerate: low = high is a constant coefficient, applied only at or below the target.
+    """
+    return min(coef + delta, high) if entropy <= target else max(coef - delta, low)
+
+
 def compute_importance_weights(
     trainer_logprobs: Tensor,
     engine_logprobs: Tensor,

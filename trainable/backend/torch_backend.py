@@ -51,6 +51,9 @@ class Backend(Protocol):
     def set_learning_rates(self, rates: Sequence[float]) -> None:
         """Set the learning rate of each network for the next steps. Further rates are not read."""
 
+    def reset_moments(self) -> None:
+        """Set AdamW's moments and step count to 0, as before its first step. All ranks must call it."""
+
     def gather_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the run's networks have all their weights, for passes outside of updates.
 
@@ -168,6 +171,10 @@ class TorchBackend:
     def set_learning_rates(self, rates: Sequence[float]) -> None:
         """Set the rates of the parameter groups (see `Backend.set_learning_rates`)."""
         set_learning_rates(self.optimizer, rates)
+
+    def reset_moments(self) -> None:
+        """Drop the optimizer's state, which its next step makes anew (see `Backend.reset_moments`)."""
+        self.optimizer.state.clear()
 
     def gather_weights(self) -> AbstractContextManager[None]:
         """Move swapped weights to the device; otherwise do nothing (see `Backend.gather_weights`)."""

@@ -323,6 +323,15 @@ class ZeroBackend:
         """Set the rates of torch's optimizer, which DeepSpeed steps (see `Backend.set_learning_rates`)."""
         set_learning_rates(self.optimizer, rates)
 
+    def reset_moments(self) -> None:
+        """Set this rank's shards to 0 (see `Backend.reset_moments`)."""
+        with self.load_for_update():
+            for _, weight in list_named_parameters(self.networks) if self._count_steps() else []:
+                for moment in MOMENTS:
+                    self.weights.write_full(weight, moment, value=None)
+            for state in self.optimizer.state.values():
+                state["step"] = torch.tensor(0.0)
+
     def gather_weights(self) -> AbstractContextManager[None]:
         """Gather the weights in stage 3; do nothing in other stages (see `Backend.gather_weights`)."""
         return self.weights.gather_weights()
@@ -380,19 +389,16 @@ class ZeroBackend:
             for name, network in self.networks.items():
                 for key, weight in get_trainable_parameters(network):
                     self.weights.write_full(weight, moment=None, value=tensors[f"{name}/{key}"])
-            has_stepped = f"{self.name}/0/step" in tensors
-            # If only the checkpoint has moments, create them. If only this optimizer has moments, because it has
-            # stepped since, set them to 0.
-            if has_stepped and not self._count_steps():
+            if f"{self.name}/0/step" not in tensors:
+                self.reset_moments()  # this optimizer may have stepped since
+                return
+            if not self._count_steps():
                 self.weights.make_moments()
-            has_moments = has_stepped or bool(self._count_steps())
-            for number, (_, weight) in enumerate(list_named_parameters(self.networks) if has_moments else []):
+            for number, (_, weight) in enumerate(list_named_parameters(self.networks)):
                 for moment in MOMENTS:
-                    value = tensors[f"{self.name}/{number}/{moment}"] if has_stepped else None
-                    self.weights.write_full(weight, moment, value)
-            step = tensors[f"{self.name}/0/step"] if has_stepped else torch.tensor(0.0)
+                    self.weights.write_full(weight, moment, tensors[f"{self.name}/{number}/{moment}"])
             for state in self.optimizer.state.values():
-                state["step"] = step.clone()
+                state["step"] = tensors[f"{self.name}/0/step"].clone()
 
 
 def _make_deepspeed_config(settings: OptimConfig, trainer: TrainerConfig) -> dict[str, Any]:

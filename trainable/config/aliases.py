@@ -104,10 +104,19 @@ MISSING_FEATURES: dict[str, str] = {
     ),
     "train_batch_size": "A step samples env.env_groups prompts with env.group_size rollouts each: type, for example, "
     "--set env.env_groups=8 --set env.group_size=16.",
+    **dict.fromkeys(
+        ("algorithm.filter_groups.enable", "algorithm.filter_groups.metric"),
+        "Groups of equal scores are dropped with --set filter.rollout_filter_include_zero=False, and replaced "
+        "by others with --set filter.max_num_gen_batches=10.",
+    ),
+    **dict.fromkeys(
+        ("reward_model.overlong_buffer.enable", "reward_model.reward_kwargs.overlong_buffer_cfg.enable"),
+        "The punishment of long replies is on with --set env.overlong_buffer_len above 0, such as 4096.",
+    ),
     "nnodes": "A run is on one node: nothing places its ranks on several, and they share files of one machine. Leave "
     "it out, and type --gpus-per-exp with at most the GPUs of a node.",
 }
-"""Settings of the published code that do not exist here, by the last part of their key, and what to do instead."""
+"""Settings of the published code that do not exist here, by their key or its last part, and what to do instead."""
 
 SHORT_NAMES: dict[str, str] = {
     "actor.lr": "learning rate",

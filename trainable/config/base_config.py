@@ -17,7 +17,14 @@ from pydantic import (
     model_validator,
 )
 
-from trainable.config.schedules import Schedule, is_schedule, parse_schedule
+from trainable.config.schedules import (
+    Controller,
+    Schedule,
+    is_controller,
+    is_schedule,
+    parse_controller,
+    parse_schedule,
+)
 from trainable.config.setting_types import MAX_FLOAT, MAX_INTEGER, MIN_FLOAT, flatten_settings, format_value
 
 EXECUTION_SETTINGS = (
@@ -96,8 +103,8 @@ class BaseRunConfig(SettingsSection):
     first_row_step: the step of a run's first row: 1 if rows describe trained steps, 0 if the untrained weights are
     measured, too. schedulable_settings: the dotted numbers that may have a schedule.
 
-    A setting with a schedule holds its value in step 1, and `at_step` has the values of any step. Dumps contain the
-    text of the schedule, so that they can be validated again.
+    A setting with a schedule or controller holds its value in step 1, and `at_step` has the values of any step. Dumps
+    contain the text of the schedule or controller, so that they can be validated again.
     """
 
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -110,7 +117,7 @@ class BaseRunConfig(SettingsSection):
 
     schedulable_settings: ClassVar[tuple[str, ...]] = ()
 
-    _schedules: dict[str, Schedule] = PrivateAttr(default_factory=dict)
+    _schedules: dict[str, Schedule | Controller] = PrivateAttr(default_factory=dict)
 
     seed: int
     trainer: BaseTrainerConfig
@@ -121,17 +128,17 @@ class BaseRunConfig(SettingsSection):
         """Replace schedules by their values in step 1, and store them."""
         if not isinstance(settings, Mapping):
             return handler(settings)
-        first_values, schedules = dict(settings), dict[str, Schedule]()
+        first_values, schedules = dict(settings), dict[str, Schedule | Controller]()
         for name in cls.schedulable_settings:
             text = _find_entry(settings, name)
             if not is_schedule(text):
                 continue
             try:
-                schedule = parse_schedule(text)
+                schedule = parse_controller(text, name) if is_controller(text) else parse_schedule(text)
             except ValueError as error:
                 raise ValueError(f"{name}={format_value(text)}: {error}") from None
-            first_values = _replace_entry(first_values, name, schedule.points[0][1])
-            if len({value for _, value in schedule.points}) > 1:
+            first_values = _replace_entry(first_values, name, schedule.compute_value(1))
+            if isinstance(schedule, Controller) or len({value for _, value in schedule.points}) > 1:
                 schedules[name] = schedule
         config = handler(first_values)
         if schedules:
@@ -153,20 +160,28 @@ class BaseRunConfig(SettingsSection):
         return settings
 
     @property
-    def schedules(self) -> Mapping[str, Schedule]:
-        """The schedules of settings, by dotted name. A constant schedule is not one of them, but a number."""
+    def schedules(self) -> Mapping[str, Schedule | Controller]:
+        """Schedules and controllers by dotted setting. A constant schedule is not one of them, but a number."""
         return self._schedules
+
+    @property
+    def controllers(self) -> dict[str, Controller]:
+        """The controllers by dotted setting."""
+        return {name: value for name, value in self._schedules.items() if isinstance(value, Controller)}
 
     @property
     def scheduled_steps(self) -> list[int]:
         """The steps whose settings stand for all steps (see `Schedule.checked_steps`); none without schedules."""
         return sorted({step for schedule in self._schedules.values() for step in schedule.checked_steps})
 
-    def at_step(self, step: int) -> Self:
-        """Return the settings of training step `step`, in which schedules are replaced by numbers."""
+    def at_step(self, step: int, controlled_values: Mapping[str, float] = MappingProxyType({})) -> Self:
+        """Return the settings of training step `step`, in which schedules and controllers are replaced by numbers.
+
+        controlled_values: the values of settings with controllers in this step; without them, those of step 1.
+        """
         config: Any = self
         for name, schedule in self._schedules.items():
-            config = _replace_field(config, name, schedule.compute_value(step))
+            config = _replace_field(config, name, controlled_values.get(name, schedule.compute_value(step)))
         if self._schedules:
             config._schedules = {}
         return cast(Self, config)

@@ -4,6 +4,7 @@ A setting whose value makes no difference, such as a threshold that a run of thi
 read. Conditions are functions of a RunConfig, whose module imports this one.
 """
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
@@ -114,7 +115,22 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
         "it needs trainer.ref_model_sync_steps",
     ),
     ReadCondition(
-        r"trainer\.ref_model_.*",
+        r"trainer\.ref_model_reset_kl",
+        # The first step has no KL, the second one may have the first reset, which changes the third.
+        lambda c: c.trains_with_reference and c.trainer.total_training_steps > 2,
+        "it needs actor.use_kl_loss=True or algorithm.use_kl_in_reward=True, and three training steps",
+    ),
+    ReadCondition(
+        r"trainer\.ref_model_reset_optimizer",
+        lambda c: (
+            c.syncs_reference
+            and min(c.trainer.ref_model_sync_steps or 2, 2 if c.trainer.ref_model_reset_kl else math.inf)
+            < c.trainer.total_training_steps
+        ),
+        "it needs trainer.ref_model_sync_steps or trainer.ref_model_reset_kl, and a training step afterwards",
+    ),
+    ReadCondition(
+        r"trainer\.ref_model_(sync_steps|mixup_alpha)",
         # Checked by the last step that reads the reference.
         lambda c: (c.trainer.ref_model_sync_steps or 1) < c.trainer.total_training_steps,
         "the run ends before its reference moves: set more trainer.total_training_steps",

@@ -213,7 +213,8 @@ class RunConfig(BaseRunConfig):
     @property
     def syncs_reference(self) -> bool:
         """Whether the reference becomes a later policy, so that it is a network of its own and saved in checkpoints."""
-        return self.needs_reference and self.trainer.ref_model_sync_steps is not None
+        is_reset = self.trains_with_reference and self.trainer.ref_model_reset_kl is not None
+        return is_reset or (self.needs_reference and self.trainer.ref_model_sync_steps is not None)
 
     @property
     def model_paths(self) -> tuple[str, ...]:
@@ -293,6 +294,12 @@ class RunConfig(BaseRunConfig):
             (self.collapse_detection.all_quantities, "collapse_detection", ("all_quantities",)),
             (self.trainer.measure_val_kl, "trainer", ("measure_val_kl",)),
             (self.syncs_reference, "trainer", ("ref_model_sync_steps", "ref_model_mixup_alpha")),
+            (self.syncs_reference and bool(self.trainer.ref_model_reset_kl), "trainer", ("ref_model_reset_kl",)),
+            (
+                self.syncs_reference and self.trainer.ref_model_reset_optimizer,
+                "trainer",
+                ("ref_model_reset_optimizer",),
+            ),
             (bool(self.early_stop.alarm), "early_stop", ("alarm",)),
             (bool(rollout.weight_noise), "rollout", ("weight_noise",)),
             (rollout.trains_from_engine_logprobs, "rollout", ("recompute_logprobs",)),
@@ -333,14 +340,22 @@ def _find_model_conflicts(config: RunConfig) -> Iterator[str]:
     if model.load_in_4bit and not model.lora_rank:
         yield "model.load_in_4bit stores frozen weights, and a run without adapters has none: set model.lora_rank=64"
     if config.syncs_reference and model.reference_path is not None:
+        name = "sync_steps" if trainer.ref_model_sync_steps is not None else "reset_kl"
         yield (
-            "trainer.ref_model_sync_steps moves the reference from the initial policy to later ones, and "
+            f"trainer.ref_model_{name} moves the reference from the initial policy to later ones, and "
             f"model.reference_path={model.reference_path} names another: set one of them to null"
         )
     if config.syncs_reference and trainer.ref_model_mixup_alpha < 1 and bool(model.lora_rank):
         yield (
             f"trainer.ref_model_mixup_alpha={trainer.ref_model_mixup_alpha} mixes weights, and mixed adapters do not "
             "add the mixture of what they add: set trainer.ref_model_mixup_alpha=1, or model.lora_rank=0"
+        )
+    is_mixture = trainer.ref_model_mixup_alpha < 1 and trainer.ref_model_reset_kl is None
+    if config.syncs_reference and trainer.ref_model_reset_optimizer and is_mixture:
+        yield (
+            "trainer.ref_model_reset_optimizer=True resets the optimizer when the reference becomes a copy of the "
+            f"policy, and trainer.ref_model_mixup_alpha={trainer.ref_model_mixup_alpha} mixes them: set "
+            "trainer.ref_model_mixup_alpha=1, or a trainer.ref_model_reset_kl"
         )
     if config.schedules.get("algorithm.kl_ctrl.kl_coef") and config.algorithm.kl_ctrl.type == "adaptive":
         yield (
@@ -394,6 +409,17 @@ def _find_batch_conflicts(config: RunConfig) -> Iterator[str]:
         yield (
             "rollout.recompute_logprobs=False leaves the run without entropies, because vLLM reports none, and "
             "actor.stapo_tau_p reads them: set actor.stapo_tau_p=null, or rollout.recompute_logprobs=true"
+        )
+    if not config.rollout.has_entropies and "actor.entropy_coeff" in config.controllers:
+        yield (
+            "rollout.recompute_logprobs=False leaves the run without entropies, because vLLM reports none, and "
+            "target_entropy reads them: set actor.entropy_coeff to a number, or rollout.recompute_logprobs=true"
+        )
+    controller = config.controllers.get("actor.kl_loss_coef")
+    if controller and config.actor.use_kl_loss and controller.numbers["horizon"] <= 0.2 * batch_size:
+        yield (
+            f"actor.kl_loss_coef={controller.text}: the horizon must be above 0.2 times the {batch_size} sequences of "
+            f"a step, or the coefficient could become 0 or negative: set it to {10 * batch_size}"
         )
     # A step multiplies the coefficient by 1 + error * batch size / horizon, with an error of at least -0.2.
     # Below this bound the product could be 0 or negative, and a negative coefficient would reward the KL.
@@ -562,8 +588,9 @@ def resolve_key(key: str, config_type: type[BaseRunConfig] = RunConfig) -> str:
     ]
     if len(matching_fields) == 1:
         return matching_fields[0]
-    if last_part in MISSING_FEATURES:
-        raise ConfigError(f"There is no setting `{format_value(key)}`. {MISSING_FEATURES[last_part]}")
+    feature = MISSING_FEATURES.get(key, MISSING_FEATURES.get(last_part))
+    if feature is not None:
+        raise ConfigError(f"There is no setting `{format_value(key)}`. {feature}")
     if matching_fields:
         raise ConfigError(
             f"`{format_value(key)}` is a setting of several sections: type one of {', '.join(matching_fields)}."

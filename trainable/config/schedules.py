@@ -1,8 +1,8 @@
-"""Schedules of settings: values that change with the step of a run.
+"""Schedules and controllers of settings: values that change with the step of a run.
 
 A schedule is written in place of a number, as `linear(0.1, 0@60)`: 0.1 in step 1, then in a straight line to 0 in step
 60, and 0 afterwards. Steps are counted from the start of the run, so a longer run has the same values in its first
-steps.
+steps. A controller, such as `target_entropy(0.2)`, changes a coefficient after each step by what the step measured.
 """
 
 import math
@@ -41,10 +41,41 @@ INTERPOLATIONS: Mapping[str, Callable[[float], float]] = MappingProxyType(
 )
 """For each kind of schedule, the fraction of the way to the next value, as a function of the fraction of the steps."""
 
+
+class ControllerKind(NamedTuple):
+    """A rule by which a coefficient of the loss follows a measured quantity."""
+
+    setting: str
+    """The coefficient."""
+    defaults: Mapping[str, float]
+    """The numbers after the target: their names, and their values if they are left out."""
+    form: str
+    """What may be written, with an example."""
+
+
+CONTROLLERS: Mapping[str, ControllerKind] = MappingProxyType(
+    {
+        # The defaults are those of TRL's GRPOConfig.
+        "target_entropy": ControllerKind(
+            "actor.entropy_coeff",
+            {"delta": 0.005, "min": 0.0, "max": 1.0},
+            "target_entropy(TARGET, DELTA, MIN, MAX) with TARGET, DELTA and MAX above 0 and 0 <= MIN <= MAX, such as "
+            "target_entropy(0.2, 0.005, 0, 1)",
+        ),
+        "target_kl": ControllerKind(
+            "actor.kl_loss_coef",
+            {"start": 0.001, "horizon": 10_000.0},
+            "target_kl(TARGET, START, HORIZON) with numbers above 0, such as target_kl(0.1, 0.001, 10000)",
+        ),
+    }
+)
+"""The controllers, whose rules are `losses.adapt_entropy_coef` and `losses.adapt_kl_coef`."""
+
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _POINT = rf"{_NUMBER} ?@ ?[0-9]{{1,6}}"
 _FORM = re.compile(rf"({'|'.join(INTERPOLATIONS)}) ?\( ?({_NUMBER}) ?((?:, ?{_POINT} ?)+)\)")
-_BEGINNING = re.compile(rf"\s*(?:{'|'.join(INTERPOLATIONS)})\s*\(")
+_CONTROLLER_FORM = re.compile(rf"({'|'.join(CONTROLLERS)}) ?\( ?({_NUMBER}(?: ?, ?{_NUMBER})*) ?\)")
+_BEGINNING = re.compile(rf"\s*(?:{'|'.join((*INTERPOLATIONS, *CONTROLLERS))})\s*\(")
 
 
 class Schedule(NamedTuple):
@@ -92,13 +123,63 @@ class Schedule(NamedTuple):
         return self.points[-1][1]
 
 
+class Controller(NamedTuple):
+    """A coefficient that the trainer adapts after each step, to steer the entropy or the KL towards a target."""
+
+    kind: str
+    """A key of `CONTROLLERS`."""
+    target: float
+    """In nats per token."""
+    numbers: Mapping[str, float]
+    """The further numbers by name, as in `ControllerKind.defaults`."""
+
+    @property
+    def text(self) -> str:
+        """The controller as `parse_controller` reads it."""
+        return f"{self.kind}({', '.join(map(_format_number, (self.target, *self.numbers.values())))})"
+
+    @property
+    def checked_steps(self) -> tuple[int, ...]:
+        """The only step whose value is known before the run."""
+        return (1,)
+
+    def compute_value(self, step: int) -> float:
+        """Return the value in step 1, for every step: a bonus starts at 0, since no entropy has been measured."""
+        return self.numbers.get("start", 0.0)
+
+
 def _format_number(value: float) -> str:
     return repr(value).removesuffix(".0")
 
 
 def is_schedule(value: object) -> bool:
-    """Check whether a setting's value is meant as a schedule."""
+    """Check whether a setting's value is meant as a schedule or controller."""
     return isinstance(value, str) and _BEGINNING.match(value) is not None
+
+
+def is_controller(text: str) -> bool:
+    """Check whether the text of a schedule or controller is one of a controller."""
+    return text.partition("(")[0].strip() in CONTROLLERS
+
+
+def parse_controller(text: str, setting: str) -> Controller:
+    """Parse `target_entropy(...)` or `target_kl(...)`, or raise ValueError if numbers or setting are wrong.
+
+    Example:
+        >>> parse_controller("target_kl(0.1, 0.01)", "actor.kl_loss_coef").text
+        'target_kl(0.1, 0.01, 10000)'
+    """
+    kind_name = text.partition("(")[0].strip()
+    kind, match = CONTROLLERS[kind_name], _CONTROLLER_FORM.fullmatch(" ".join(text.split()))
+    if setting != kind.setting:
+        raise ValueError(f"{kind_name} is for {kind.setting} only")
+    target, *later_numbers = map(float, match[2].split(",")) if match else [0.0]
+    numbers = {**kind.defaults, **dict(zip(kind.defaults, later_numbers, strict=False))}
+    are_positive = all(0 < number < math.inf for number in (target, *(numbers | {"min": 1}).values()))
+    is_ordered = 0 <= numbers.get("min", 0) <= numbers.get("max", 1)
+    if not (are_positive and is_ordered) or len(later_numbers) > len(numbers):
+        raise ValueError(f"must be {kind.form}")
+    return Controller(kind_name, target, numbers)
 
 
 def parse_schedule(text: str) -> Schedule:

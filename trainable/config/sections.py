@@ -463,6 +463,10 @@ class TrainerConfig(BaseTrainerConfig):
     """after every N steps, move the reference of KL terms to the policy, so that it can go further; null: never"""
     ref_model_mixup_alpha: float = Field(1.0, gt=0, le=1)
     """with ref_model_sync_steps: weight of the policy in the new reference, beside the old one; 1: a copy"""
+    ref_model_reset_kl: Annotated[Positive | None, ParseNull] = None
+    """copy the policy to the reference after a step whose kl_to_reference was above this, in nats; null: never"""
+    ref_model_reset_optimizer: bool = False
+    """when the reference becomes a copy of the policy, set the moments of the actor's optimizer to 0 (ProRL)"""
     log_val_generations: int = Field(0, ge=0, le=MAX_LEVELS)
     """record the text of a sampled episode of the first N validation levels"""
     log_train_generations: int = Field(0, ge=0, le=MAX_LEVELS)

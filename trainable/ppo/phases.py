@@ -27,8 +27,8 @@ class StepPlan(NamedTuple):
 
     values: whether the batch has values of a critic. critic, policy: whether these networks are updated. analysis:
     whether gradients are analyzed, even in a step without a batch. kl_control: whether to adapt the coefficient of the
-    KL in the reward. validation: whether the policy is validated after the step. reference: whether the reference then
-    moves to the policy.
+    KL in the reward. validation: whether the policy is validated after the step. reference: whether
+    trainer.ref_model_sync_steps then moves the reference.
     """
 
     values: bool
@@ -50,7 +50,7 @@ def plan_step(step: int, config: RunConfig) -> StepPlan:
     skips_policy = is_analysis_only or (is_analysis_step and trainer.exit_after_gradient_analysis)
     # On a shared trunk, the policy update trains the value head.
     updates_critic = needs_critic and not config.critic.shared_trunk and not is_analysis_only
-    is_last = step == trainer.total_training_steps
+    is_last, sync_steps = step == trainer.total_training_steps, trainer.ref_model_sync_steps
     return StepPlan(
         values=needs_critic,
         critic=updates_critic,
@@ -59,7 +59,7 @@ def plan_step(step: int, config: RunConfig) -> StepPlan:
         kl_control=config.algorithm.use_kl_in_reward and not is_analysis_only,
         # Always at the last step, so that every run ends with a validation of its final policy.
         validation=trainer.test_freq > 0 and (is_last or step % trainer.test_freq == 0),
-        reference=config.syncs_reference and step % (trainer.ref_model_sync_steps or 1) == 0,
+        reference=config.syncs_reference and sync_steps is not None and step % sync_steps == 0,
     )
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from trainable.algo.batching import adjust_copy
 from trainable.algo.filters import compute_filter_loss_scale
-from trainable.algo.losses import adapt_kl_coef, estimate_kl
+from trainable.algo.losses import adapt_entropy_coef, adapt_kl_coef, estimate_kl
 from trainable.algo.reductions import masked_mean
 from trainable.backend.host_swap import HostSwap
 from trainable.backend.make import list_learning_rates, make_backends
@@ -124,6 +125,12 @@ class PPOTrainer:
             weights = list(cast(nn.Module, self.reference).parameters())
             self._reference_swap = HostSwap(lambda: weights, self.device)
         self.kl_coef = config.algorithm.kl_ctrl.kl_coef
+        # For each setting with a controller, the coefficient that it adapts, and the value in the loss of the next
+        # step, which differ for an entropy above the target.
+        self.coefficients = {
+            name: (controller.numbers.get("min", controller.compute_value(1)), controller.compute_value(1))
+            for name, controller in config.controllers.items()
+        }
         self.seconds_total = 0.0
         # The collapse diagnostics read and replace these. They are kept here so that checkpoints include them.
         self.collapse_averages: Mapping[str, Mapping[str, float]] = {}
@@ -133,7 +140,7 @@ class PPOTrainer:
     @property
     def config(self) -> RunConfig:
         """The settings of the current step; before the first step, of step 1."""
-        return self.run_config.at_step(self.step_index)
+        return self.run_config.at_step(self.step_index, {name: pair[1] for name, pair in self.coefficients.items()})
 
     def _set_up_environment(self, policy: Policy) -> None:
         """Make the game, its prompts and limits, the engine, and the levels of all steps."""
@@ -208,11 +215,6 @@ class PPOTrainer:
         policy_meter = self._update_policy(prepared, timer) if prepared and plan.policy else None  # 8
         update = self._end_update(prepared, critic_meter, policy_meter, plan, timer) if prepared else {}
         evaluations = self._validate(timer, "sampled") if plan.validation else []  # 9
-        reference_step = self.reference_step
-        if plan.reference:
-            if not prepared:
-                before_update()
-            self._move_reference(timer)
         batch_columns, trained_episodes = Columns(), list[RecordedEpisode]()
         if prepared:
             batch, targets, rollouts = prepared.batch, prepared.targets, list_rollouts(selection.episodes)
@@ -221,6 +223,14 @@ class PPOTrainer:
             trained_episodes = record_trained_episodes(
                 selection.episodes, prepared, num_recorded, self.step_index, self.codec, self._tree_settings
             )
+        reference_step, reset_kl = self.reference_step, config.trainer.ref_model_reset_kl
+        is_reset = reset_kl is not None and (batch_columns.get("kl_to_reference") or 0) > reset_kl
+        if plan.reference or is_reset:
+            if not prepared:
+                before_update()
+            self._move_reference(1.0 if is_reset else config.trainer.ref_model_mixup_alpha, timer)
+        if plan.policy:
+            self._adapt_coefficients(batch_columns)
         masked_episodes = sum(episode.is_masked for episode in selection.episodes)
         base_columns = summarize_validation(base_evaluations, self.is_val_unseen)
         budget = self._count_budget(episodes, policy_meter, prepared)
@@ -253,16 +263,14 @@ class PPOTrainer:
 
         Everything else reads the settings from `config` when it uses them.
         """
-        schedules, config = self.run_config.schedules, self.config
-        if schedules:
+        config = self.config
+        if self.run_config.schedules:
             for name, rates in list_learning_rates(config).items():
                 if name in self.backends:
                     self.backends[name].set_learning_rates(rates)
         if config.algorithm.kl_ctrl.type == "fixed":
             self.kl_coef = config.algorithm.kl_ctrl.kl_coef
-        return {
-            SCHEDULE_COLUMNS[name].name: schedule.compute_value(self.step_index) for name, schedule in schedules.items()
-        }
+        return {SCHEDULE_COLUMNS[name].name: attrgetter(name)(config) for name in self.run_config.schedules}
 
     @property
     def _tree_settings(self) -> AlgorithmConfig | None:
@@ -517,14 +525,33 @@ class PPOTrainer:
         reference_weights = dict(cast(nn.Module, self.reference).named_parameters())
         return {name: (reference_weights[name], weight) for name, weight in get_trainable_parameters(self.model)}
 
-    def _move_reference(self, timer: PhaseTimer) -> None:
-        """Move the reference to the policy, or towards it."""
+    def _move_reference(self, alpha: float, timer: PhaseTimer) -> None:
+        """Move the reference to the policy if alpha is 1, or else towards it. Reset the optimizer if it is due."""
         swap = self._reference_swap
         is_loaded = nullcontext() if swap is None else swap.load(has_changed=True)
         with timer.measure("reference"), self.backends["actor"].gather_weights(), is_loaded:
             reference_weights, policy_weights = zip(*self._list_reference_weights().values(), strict=True)
-            move_reference(reference_weights, policy_weights, self.config.trainer.ref_model_mixup_alpha)
+            move_reference(reference_weights, policy_weights, alpha)
         self.reference_step = self.step_index
+        if alpha == 1 and self.config.trainer.ref_model_reset_optimizer:
+            self.backends["actor"].reset_moments()
+
+    def _adapt_coefficients(self, columns: Columns) -> None:
+        """Adapt coefficients with controllers to what a step has measured. columns: empty in a step without a batch."""
+        for name, controller in self.run_config.controllers.items():
+            column = "entropy" if controller.kind == "target_entropy" else "kl_to_reference"
+            (coef, _), measured, numbers = self.coefficients[name], columns.get(column), controller.numbers
+            if measured is None:
+                continue
+            if controller.kind == "target_entropy":
+                bounds = numbers["delta"], numbers["min"], numbers["max"]
+                coef = adapt_entropy_coef(coef, measured, controller.target, *bounds)
+                value = coef if measured <= controller.target else 0.0
+            else:
+                batch_size = int(columns["batch_size"] or 0)
+                value = coef = adapt_kl_coef(coef, measured, controller.target, batch_size, numbers["horizon"])
+            # A new dict, since the old one may belong to a state that is still being written.
+            self.coefficients = {**self.coefficients, name: (coef, value)}
 
     def _update_kl_coef(self, prepared: PreparedBatch) -> float:
         """Adapt the coefficient of the KL in the reward for the next step, and return the coefficient of this step."""
@@ -690,6 +717,7 @@ class PPOTrainer:
             "collapse_averages": self.collapse_averages,
             # Adapters fit only the base on which they were trained. Full weights need no base.
             **({} if self.base_fingerprint is None else {"base": self.base_fingerprint}),
+            **({"coefficients": self.coefficients} if self.coefficients else {}),
             **({"reference_step": self.reference_step} if self.run_config.syncs_reference else {}),
             # With another teacher, it would be another run.
             **({} if self.reference_fingerprint is None else {"reference": self.reference_fingerprint}),
@@ -716,6 +744,13 @@ class PPOTrainer:
             synced_step = int(values.get("synced_step", step))  # older states lack it
             seconds, coef = float(values["seconds_total"]), float(values["kl_coef"])
             reference_step = int(values.get("reference_step", 0))
+            # A state of a run with another value of the setting has no coefficient.
+            saved_coefficients = values.get("coefficients", {})
+            coefficients = {
+                name: (float(coef), float(value))
+                for name, (coef, value) in (self.coefficients | saved_coefficients).items()
+                if name in self.coefficients
+            }
             total_budget = {name: int(values["totals"][name]) for name in BUDGET_COLUMNS}
             averages = {
                 label: {name: float(std) for name, std in stds.items()}
@@ -731,6 +766,6 @@ class PPOTrainer:
         self.step_index, self.reference_step = step, reference_step
         self.consecutive_empty_steps, self.consecutive_nonfinite_steps = empty_steps, nonfinite_steps
         self.seconds_total, self.total_budget, self.collapse_averages = seconds, total_budget, averages
-        self.kl_coef = coef
+        self.kl_coef, self.coefficients = coef, coefficients
         # An engine with its own copy still has the weights of the base model.
         self.engine.sync_weights(synced_step)

@@ -157,8 +157,8 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     Column(
         "reference_step",
         "steps",
-        "the step after which the policy became the reference of this step's KL, 0: before training; missing without "
-        "trainer.ref_model_sync_steps",
+        "the step after which the policy became the reference of this step's KL, 0: before training; missing if it "
+        "never moves",
     ),
     Column(
         "actor_grad_norm", "1", "gradient norm before clipping, mean over applied optimizer steps", "actor/grad_norm"
@@ -287,7 +287,7 @@ SCHEDULE_COLUMNS: Mapping[str, Column] = {
     name: Column(
         f"scheduled_{name.replace('.', '_')}",
         "1",
-        "the setting's value in this step; missing without a schedule" if number == 0 else "as scheduled_actor_lr",
+        "the setting's value in this step; missing if it is a number" if number == 0 else "as scheduled_actor_lr",
     )
     for number, name in enumerate(SCHEDULABLE_SETTINGS)
 }

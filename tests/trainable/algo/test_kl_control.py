@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies.algo import Sequences, examples, sequences
-from trainable.algo.losses import adapt_kl_coef, apply_kl_penalty
+from trainable.algo.losses import adapt_entropy_coef, adapt_kl_coef, apply_kl_penalty
 
 
 def test_the_penalty_is_subtracted_on_trained_tokens_only() -> None:
@@ -43,3 +43,12 @@ def test_the_sum_of_penalties_is_the_coefficient_times_the_summed_kl(batch: Sequ
 def test_the_coefficient_moves_towards_the_target(current_kl: float, expected: float) -> None:
     assert adapt_kl_coef(0.02, current_kl, 0.1, n_steps=128, horizon=1000) == pytest.approx(expected)
     assert adapt_kl_coef(0.0, current_kl, 0.1, n_steps=128, horizon=1000) == 0
+
+
+def test_the_coefficient_of_the_entropy_rises_at_and_below_the_target_and_falls_above() -> None:
+    entropies, coef, coefs = [0.1, 0.2, 0.1, 0.1, 0.3, 0.3, 0.3, 0.3, 0.3, 0.2], 0.1, []
+    for entropy in entropies:
+        coef = adapt_entropy_coef(coef, entropy, target=0.2, delta=0.25, low=0.1, high=0.75)
+        coefs.append(coef)
+    assert coefs == pytest.approx([0.35, 0.6, 0.75, 0.75, 0.5, 0.25, 0.1, 0.1, 0.1, 0.35])
+    assert adapt_entropy_coef(0.3, 0.1, 0.2, 0.25, 0.3, 0.3) == adapt_entropy_coef(0.3, 0.9, 0.2, 0.25, 0.3, 0.3) == 0.3

@@ -87,6 +87,13 @@ BASES: Mapping[str, Settings] = {
         "trainer.ref_model_sync_steps": 1,
         "trainer.ref_model_mixup_alpha": 0.5,
     },
+    "reset reference": {
+        "actor.use_kl_loss": True,
+        "actor.lr": 3e-3,
+        "trainer.total_training_steps": 3,  # the first reset is after the second
+        "trainer.ref_model_reset_kl": 1e-6,
+        "trainer.ref_model_reset_optimizer": True,
+    },
     "grpo": {
         "algorithm.adv_estimator": "grpo",
         "actor.ppo_mini_batch_size": 16,
@@ -168,6 +175,7 @@ ALTERNATIVES: Mapping[str, Settings] = {
     "collapse_detection.num_samples": {"collapse_detection.num_samples": 2},
     "trainer.critic_warmup": {"trainer.critic_warmup": 2},
     "trainer.ref_model_sync_steps": {"trainer.ref_model_sync_steps": 1},
+    "trainer.ref_model_reset_kl": {"trainer.ref_model_reset_kl": 100},
     "trainer.device": {"trainer.device": "auto"},
     "trainer.logger": {"trainer.logger": ["console", "wandb"]},
     "early_stop.alarm": {"early_stop.alarm": "reward_std > 0"},
@@ -231,7 +239,7 @@ UNSEEN_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
 """As UNSEEN, for settings that only another base reads."""
 COUNTS: Mapping[str, int] = {
     "read": 72,
-    "not read": 78,
+    "not read": 80,
     "execution": 21,
     MEMORY: 3,
     "names a file of the user": 2,

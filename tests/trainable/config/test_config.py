@@ -122,6 +122,9 @@ def test_every_field_and_alias_names_a_field() -> None:
         ("gradient_accumulation_steps", "Gradients are accumulated over the micro-batches of a mini-batch: type"),
         ("lr_scheduler_type", "A schedule is written as the value of actor.lr"),
         ("data.train_batch_size", "A step samples env.env_groups prompts with env.group_size rollouts each"),
+        ("algorithm.filter_groups.enable", "are dropped with --set filter.rollout_filter_include_zero=False"),
+        ("algorithm.filter_groups.metric", "Groups of equal scores are dropped"),
+        ("reward_model.overlong_buffer.enable", "The punishment of long replies is on with --set env.overlong_buffer"),
         ("epsilon", "The clip range has two sides: type --set actor.clip_ratio_low=0.2"),
     ],
 )

@@ -18,6 +18,7 @@ from trainable.config.schedules import (
     INTERPOLATIONS,
     SCHEDULABLE_SETTINGS,
     Schedule,
+    parse_controller,
     parse_schedule,
     shorten_schedule,
     split_values,
@@ -128,6 +129,31 @@ def test_a_setting_holds_its_first_value_and_a_dump_the_text() -> None:
     assert changed != RunConfig()
 
 
+def test_a_controller_is_parsed_with_its_defaults_and_dumped_in_full() -> None:
+    entropy = configure(actor__entropy_coeff=" target_entropy( .3,0.01 )")
+    assert (entropy.actor.entropy_coeff, entropy.at_step(9, {"actor.entropy_coeff": 0.5}).actor.entropy_coeff) == (
+        0,
+        0.5,
+    )
+    config = configure(actor__use_kl_loss=True, actor__kl_loss_coef="target_kl(0.1, 0.02)")
+    assert (config.actor.kl_loss_coef, config.at_step(9).actor.kl_loss_coef, config.actor.use_kl_loss) == (
+        0.02,
+        0.02,
+        True,
+    )
+    assert config.at_step(9).controllers == {}
+    dumps = [entropy.model_dump(mode="json"), config.model_dump(mode="json")]
+    assert dumps[0]["actor"]["entropy_coeff"] == "target_entropy(0.3, 0.01, 0, 1)"
+    assert dumps[1]["actor"]["kl_loss_coef"] == "target_kl(0.1, 0.02, 10000)"
+    for copy in (RunConfig.model_validate(dumps[1]), pickle.loads(pickle.dumps(config))):
+        assert copy == config
+        assert [*copy.controllers] == ["actor.kl_loss_coef"]
+    assert parse_controller("target_kl(0.1, 0.02)", "actor.kl_loss_coef") == config.controllers["actor.kl_loss_coef"]
+    # A coefficient that starts at a number is another run than that number.
+    assert configure(actor__use_kl_loss=True, actor__kl_loss_coef=0.02).compute_hash() != config.compute_hash()
+    assert configure(actor__entropy_coeff=0).compute_hash() != entropy.compute_hash()
+
+
 def test_a_constant_schedule_is_the_constant() -> None:
     constant = configure(actor__lr="linear(1e-4, 1e-4@60)")
     assert constant == configure(actor__lr=1e-4)
@@ -176,6 +202,41 @@ def test_a_setting_is_read_if_one_of_the_values_makes_it_so() -> None:
         ({"actor.lr": "steps(1e-6, 1e-5@20, 1e-6@10)"}, "increasing steps"),
         ({"actor.lr": "linear(1e-6, 1e-5@1)"}, "increasing steps from 2"),
         ({"actor.lr": "quadratic(1e-6, 1e-5@9)"}, "valid number"),
+        ({"actor.lr": "target_kl(0.1)"}, r"actor.lr=target_kl\(0.1\): target_kl is for actor.kl_loss_coef only"),
+        ({"actor.kl_loss_coef": "target_entropy(0.2)"}, "target_entropy is for actor.entropy_coeff only"),
+        ({"trainer.test_freq": "target_kl(0.1)"}, "one value for all steps"),
+        *(
+            (
+                {"actor.entropy_coeff": f"target_entropy({numbers})"},
+                r"must be target_entropy\(TARGET, DELTA, MIN, MAX\)",
+            )
+            for numbers in (
+                "",
+                "0",
+                "0.2, 0",
+                "0.2, -1",
+                "0.2, 0.1, 0.5, 0.4",
+                "0.2, 0.1, -1",
+                "0.2, 0.1, 0, 1, 2",
+                "nan",
+            )
+        ),
+        *(
+            ({"actor.kl_loss_coef": f"target_kl({numbers})"}, r"must be target_kl\(TARGET, START, HORIZON\)")
+            for numbers in ("0", "-0.1", "0.1, 0", "0.1, 0.1, 0", "0.1 0.2", "0.1, 0.1@5", "1e999")
+        ),
+        (
+            {"actor.use_kl_loss": True, "actor.kl_loss_coef": "target_kl(0.1, 0.01, 1)"},
+            "the horizon must be above 0.2 times",
+        ),
+        (
+            {
+                "rollout.name": "vllm",
+                "rollout.recompute_logprobs": False,
+                "actor.entropy_coeff": "target_entropy(0.2)",
+            },
+            "target_entropy reads them",
+        ),
         ({"trainer.test_freq": "linear(1, 5@9)"}, "trainer.test_freq=.* one value for all steps.*actor.lr, critic.lr"),
         ({"env.max_turn": "steps(1, 5@9)"}, "one value for all steps"),
         ({"actor.use_kl_loss": "steps(0, 1@9)"}, "one value for all steps"),
@@ -211,6 +272,10 @@ def test_an_arm_may_be_a_schedule() -> None:
     spec = plan.runs[1]
     assert "linear-01-0@60" in spec.run_id
     assert find_changed_settings(spec.config)["actor.kl_loss_coef"] == "linear(0.1, 0@60)"
+    controllers = parse_values("0, target_entropy(0.2, 0.005)", "--entropy-values")
+    arms = make_plan(STUDIES["entropy"], "laptop", "a test", {}, controllers, 1, Path("out")).runs
+    assert [spec.arm for spec in arms] == ["0", "target_entropy(0.2, 0.005)"]
+    assert "target_entropy-02-0005" in arms[1].run_id
     assert spec.ppo_config.at_step(60).actor.kl_loss_coef == 0
     assert spec.ppo_config.actor.use_kl_loss
     grid = make_grid_axis({"actor.lr": ("1e-4", "linear(1e-4, 1e-5@9)"), "actor.ppo_epochs": ("1",)})

@@ -20,6 +20,7 @@ from tune_study.placement.model_files import read_model_shape
 KL = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1, "actor__kl_loss_type": "mse", "actor__lr": 3e-3}
 SYNC = {**KL, "trainer__ref_model_sync_steps": 2}
 LORA = {**SYNC, "model__lora_rank": 4}
+RESET = {**KL, "trainer__ref_model_reset_kl": 1e-5, "trainer__ref_model_reset_optimizer": True}
 
 
 def copy_reference(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
@@ -74,8 +75,52 @@ def test_a_mixture_lies_between() -> None:
         torch.testing.assert_close(weight, 0.25 * policy_weight + 0.75 * initial[name])
 
 
+def test_a_reference_is_reset_after_a_step_whose_kl_is_above_the_threshold() -> None:
+    plain, patient = make_quiet_trainer(**KL), make_quiet_trainer(**{**KL, "trainer__ref_model_reset_kl": 100})
+    plain_rows, patient_rows = run_steps(plain, 3), run_steps(patient, 3)
+    assert [row.pop("reference_step") for row in patient_rows] == [0, 0, 0]
+    assert patient_rows == plain_rows
+    threshold = plain_rows[1]["kl_to_reference"]
+    assert plain_rows[2]["kl_to_reference"] > threshold
+    # A KL equal to the threshold is not above it.
+    trainer = make_quiet_trainer(**{**KL, "trainer__ref_model_reset_kl": threshold, "trainer__total_training_steps": 4})
+    assert [row["reference_step"] for row in run_steps(trainer, 3)] == [0, 0, 0]
+    for name, weight in copy_reference(trainer).items():
+        assert torch.equal(weight, dict(trainer.model.named_parameters())[name])
+    (row,) = run_steps(trainer, 1)
+    assert row["reference_step"] == 3
+    assert abs(row["kl_to_reference"]) < 1e-6
+    assert row["kl_loss"] < plain_rows[2]["kl_loss"]
+
+
+@pytest.mark.parametrize("swaps", [False, True], ids=["plain", "swap"])
+def test_a_reset_clears_the_moments_and_a_mixture_does_not(swaps: bool) -> None:
+    mixed = {"trainer__ref_model_sync_steps": 1, "trainer__ref_model_mixup_alpha": 0.5, "trainer__swap_to_host": swaps}
+    trainer = make_quiet_trainer(**{**RESET, **mixed})
+    run_steps(trainer, 1)
+    assert list_moments(trainer)
+    run_steps(trainer, 1)
+    assert not list_moments(trainer)
+    # The next step is one with a new optimizer.
+    fresh = make_quiet_trainer(**{**RESET, **mixed})
+    tensors, values = trainer.get_state()
+    fresh.load_state(clone_tensors(tensors), values)
+    kept = make_quiet_trainer(**{**RESET, **mixed, "trainer__ref_model_reset_optimizer": False})
+    run_steps(kept, 2)
+    for other in (trainer, fresh, kept):
+        run_steps(other, 1)
+    assert has_same_weights(trainer, fresh)
+    assert not has_same_weights(trainer, kept)
+
+
+def list_moments(trainer: PPOTrainer) -> list[str]:
+    return [name for name in trainer.get_state()[0] if name.endswith("exp_avg") and name.startswith("actor_")]
+
+
 @pytest.mark.parametrize(
-    "settings", [SYNC, LORA, {**SYNC, "trainer__swap_to_host": True}], ids=["full", "lora", "swap"]
+    "settings",
+    [SYNC, LORA, {**SYNC, "trainer__swap_to_host": True}, RESET],
+    ids=["full", "lora", "swap", "reset"],
 )
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_a_resumed_run_equals_an_undisturbed_one(settings: dict[str, object], stop: int, tmp_path: Path) -> None:
@@ -141,6 +186,11 @@ def test_hashes_of_other_runs_stay() -> None:
     [
         ({"model.reference_path": "sokoban-tiny-teacher", "model.path": "sokoban-tiny"}, "set one of them to null"),
         ({"model.lora_rank": 4, "trainer.ref_model_mixup_alpha": 0.5}, "mixed adapters do not add"),
+        (
+            {"trainer.ref_model_reset_optimizer": True, "trainer.ref_model_mixup_alpha": 0.5},
+            "resets the optimizer when the reference becomes a copy",
+        ),
+        ({"trainer.ref_model_reset_kl": 0}, "greater than 0"),
         ({"trainer.ref_model_sync_steps": 0}, "greater than or equal to 1"),
         ({"trainer.ref_model_mixup_alpha": 0}, "greater than 0"),
         ({"trainer.ref_model_mixup_alpha": 1.5}, "less than or equal to 1"),

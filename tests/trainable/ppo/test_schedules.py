@@ -1,5 +1,6 @@
 """A trainer follows the schedules of its settings, also after a restart."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from tests.fakes.scripted import clone_tensors, make_small_config
 from tests.fakes.trainers import QUIET_SETTINGS, has_same_weights, make_quiet_trainer, record_results, run_steps
 from trainable.ppo.trainer import PPOTrainer
+from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 
 # Each of these settings changes the rows of a run with these settings.
 BASE: dict[str, object] = {
@@ -93,6 +95,72 @@ def test_a_resumed_run_equals_an_undisturbed_one() -> None:
     assert has_same_weights(resumed, undisturbed)
     assert [row[get_column("actor__lr")] for row in rows] == pytest.approx([2e-3, 1e-3])
     assert [row["kl_in_reward_coef"] for row in rows] == pytest.approx([0.25, 0.4])
+
+
+CONTROLLERS = {
+    "actor__entropy_coeff": "target_entropy({entropy}, 0.25, 0.1, 0.5)",
+    "actor__kl_loss_coef": "target_kl({kl}, 0.1, 40)",
+}
+
+
+def make_controlled_trainer(entropy: float, kl: float) -> PPOTrainer:
+    controllers = {name: text.format(entropy=entropy, kl=kl) for name, text in CONTROLLERS.items()}
+    return make_trainer(**controllers, trainer__total_training_steps=4)
+
+
+@pytest.mark.parametrize("entropy", [0.01, 0.4, 9.0])
+def test_coefficients_follow_the_entropy_and_the_kl_of_the_steps_before(entropy: float) -> None:
+    trainer = make_controlled_trainer(entropy, kl=1e-3)
+    rows = run_steps(trainer, 4)
+    coef, applied, beta = 0.1, 0.0, 0.1
+    for row in rows:
+        assert row[get_column("actor__entropy_coeff")] == applied
+        assert row[get_column("actor__kl_loss_coef")] == pytest.approx(beta, rel=1e-12)
+        is_low = row["entropy"] <= entropy
+        coef = min(0.5, coef + 0.25) if is_low else max(0.1, coef - 0.25)
+        applied = coef if is_low else 0.0
+        beta *= 1 + min(0.2, max(-0.2, row["kl_to_reference"] / 1e-3 - 1)) * row["batch_size"] / 40
+    assert trainer.coefficients["actor.entropy_coeff"] == (coef, applied)
+
+
+def test_a_controlled_step_equals_a_step_with_the_number() -> None:
+    controlled = make_controlled_trainer(entropy=9.0, kl=1e-3)
+    run_steps(controlled, 1)
+    tensors, values = controlled.get_state()
+    tensors = clone_tensors(tensors)
+    rows = run_steps(controlled, 1)
+    coefficients = {name: rows[0][get_column(name)] for name in CONTROLLERS}
+    # A state of the step before, which may still be written, does not change.
+    saved: Any = values["coefficients"]
+    assert {name: pair[1] for name, pair in saved.items()} == {
+        name.replace("__", "."): value for name, value in coefficients.items()
+    }
+    assert saved != controlled.coefficients
+    assert coefficients["actor__entropy_coeff"] == 0.35
+    for other_coefficients in ({}, {"actor__entropy_coeff": 0.0}, {"actor__kl_loss_coef": 0.1}):
+        constant = make_trainer(**{**coefficients, **other_coefficients})
+        constant.load_state(clone_tensors(tensors), values)
+        other_rows = run_steps(constant, 1)
+        assert has_same_weights(controlled, constant) == (not other_coefficients)
+        assert (drop_scheduled(rows) == other_rows) == (not other_coefficients)
+
+
+@pytest.mark.parametrize("stop", [1, 2])
+def test_a_resumed_run_with_controllers_equals_an_undisturbed_one(stop: int, tmp_path: Path) -> None:
+    undisturbed, resumed = (make_controlled_trainer(entropy=9.0, kl=1e-3) for _ in range(2))
+    run_steps(undisturbed, stop)
+    write_checkpoint(tmp_path / "state", *undisturbed.get_state())
+    resumed.load_state(*read_checkpoint(tmp_path / "state"))
+    assert resumed.coefficients == undisturbed.coefficients
+    assert run_steps(resumed, 2) == run_steps(undisturbed, 2)
+    assert has_same_weights(resumed, undisturbed)
+
+
+def test_a_step_without_a_batch_adapts_nothing(random_folder: Path) -> None:
+    settings = {"model__path": str(random_folder), "filter__rollout_filter_include_zero": False}
+    trainer = make_trainer(**settings, actor__entropy_coeff="target_entropy(9, 0.25, 0.1, 0.5)")
+    assert run_steps(trainer, 1)[0]["groups_kept"] == 0
+    assert trainer.coefficients == {"actor.entropy_coeff": (0.1, 0.0)}
 
 
 def test_a_group_of_the_optimizer_has_the_rate_of_its_network() -> None:
