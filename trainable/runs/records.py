@@ -57,6 +57,12 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     ),
     Column("train_response_tokens", "tokens", "mean sampled tokens per episode", "train/response_length"),
     Column(
+        "train_shared_tokens",
+        "fraction",
+        "sampled tokens of episodes that are copies, from before a branch / sampled tokens of episodes; missing "
+        "without rollout.ts_n",
+    ),
+    Column(
         "reward_std", "reward", "std (ddof 1) of the scores of a group, mean over groups", "rollout/in_group_reward_std"
     ),
     Column("reward_std_max", "reward", "largest standard deviation of the scores within a group"),
