@@ -18,7 +18,7 @@ from trainable.envs.prompts import ChatFormat
 from trainable.files.step_phase import STEP_PHASE
 from trainable.models.codec import Codec
 from trainable.rollout.episode import Transcript
-from trainable.rollout.sampler import Sampler, SamplingParams
+from trainable.rollout.sampler import ListedStreams, Sampler, SamplingParams
 
 MAX_THREADS = 16
 """Number of REPL processes that compute at the same time. The threads only wait for them."""
@@ -74,18 +74,6 @@ class Rollout:
     def role(self) -> Role:
         """Role of the rollout: only a root may call children."""
         return "root" if self.parent_turn < 0 else "child"
-
-
-class _Streams:
-    """The random numbers of a conversation's rows, each from the stream of its rollout."""
-
-    def __init__(self, streams: Sequence[np.random.Generator]) -> None:
-        self._streams = streams
-
-    def spawn(self, n_children: int) -> list[np.random.Generator]:
-        """Spawn one generator per row, independently of the number of rows."""
-        assert n_children == len(self._streams)
-        return [stream.spawn(1)[0] for stream in self._streams]
 
 
 def roll_out_trees(
@@ -187,7 +175,7 @@ class _TreeLoop:
         if not rollouts:
             return
         prompts = [rollout.transcript.tokens[0].tolist() for rollout in rollouts]
-        streams = _Streams([rollout.stream for rollout in rollouts])
+        streams = ListedStreams(rollout.stream.spawn(1)[0] for rollout in rollouts)
         conversation = self.sampler.start_conversation(prompts, 1, self.params, streams)
         rows = list(range(len(rollouts)))
         new_tokens: list[list[int]] = [[] for _ in rows]

@@ -265,7 +265,10 @@ def _make_number_columns(run: FakeRun, step: int, generator: np.random.Generator
         "seconds_total": 1.5 * step,
         "kl_loss": None if run.arm == "0" else 0.01 * step,
     }
-    unmeasured = ("base_", "test_", "collapse_", "scheduled_", "reference_step", "stapo_", "masked_", "gen_batches")
+    unmeasured = (
+        *("base_", "test_", "collapse_", "scheduled_", "reference_step", "stapo_", "masked_", "gen_batches"),
+        "train_shared_",
+    )
     return {
         column.name: None
         if "success" in column.name or column.name.startswith(unmeasured)

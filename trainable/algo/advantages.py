@@ -275,6 +275,35 @@ def grpo(
 
 
 @torch.no_grad()
+def prefix_tree_grpo(
+    scores: Tensor, group_ids: Tensor, trees: Tensor, mask: Tensor, norm_by_std: bool, *, has_batch_std: bool = False
+) -> Tensor:
+    """Add the advantages of `grpo` in the group and in the prefix tree of each sequence, on its trained tokens (B, T).
+
+        A_i = grpo_g(R)_i + grpo_{g,k}(R)_i        k: the prefix tree of sequence i in its group g
+
+    The tokens of a shared prefix are trained in each of its sequences, with the advantage of each.
+
+    trees: (B,) int, number of the prefix tree within the group. norm_by_std, has_batch_std: see `grpo`, of both terms.
+
+    Example:
+        The second tree of the group scores higher as a whole, and its sequences are equal.
+
+        >>> scores, trees = torch.tensor([0.0, 2.0, 3.0, 3.0]), torch.tensor([0, 0, 1, 1])
+        >>> group_ids, mask = torch.zeros(4, dtype=torch.long), torch.ones(4, 1, dtype=torch.bool)
+        >>> prefix_tree_grpo(scores, group_ids, trees, mask, norm_by_std=False).flatten().tolist()  # mean 2; 1 and 3
+        [-3.0, 1.0, 1.0, 1.0]
+
+    Source: Ji et al. 2025, arXiv:2509.21240 (Tree-GRPO; adv_estimator=tree of its code).
+    Degenerate: with one tree per group, twice `grpo`; with trees of one sequence, `grpo`.
+    """
+    _, tree_ids = torch.unique(torch.stack([group_ids, trees]), dim=1, return_inverse=True)
+    return grpo(scores, group_ids, mask, norm_by_std, has_batch_std=has_batch_std) + grpo(
+        scores, tree_ids, mask, norm_by_std, has_batch_std=has_batch_std
+    )
+
+
+@torch.no_grad()
 def group_skill(
     scores: Tensor, group_ids: Tensor, mask: Tensor, *, factor_dtype: torch.dtype = torch.float32
 ) -> Tensor:

@@ -19,7 +19,7 @@ ALIASES: dict[str, str] = {
         for name in (
             *("name", "temperature", "response_length", "max_model_len", "log_prob_micro_batch_size_per_gpu"),
             *("gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
-            *("gradient_analysis_num_buckets", "gradient_analysis_bucket_mode"),
+            *("gradient_analysis_num_buckets", "gradient_analysis_bucket_mode", "ts_n", "ts_l"),
         )
     },
     "actor_rollout_ref.rollout.val_kwargs.temperature": "rollout.val_temperature",
@@ -101,6 +101,11 @@ MISSING_FEATURES: dict[str, str] = {
     **dict.fromkeys(
         ("cliprange", "epsilon", "clip_ratio"),
         "The clip range has two sides: type --set actor.clip_ratio_low=0.2 --set actor.clip_ratio_high=0.2.",
+    ),
+    **dict.fromkeys(
+        ("tree_search", "ts_m", "ts_k"),
+        "A group has env.group_size / (1 + rollout.ts_l * rollout.ts_n) prefix trees, and all of their episodes are "
+        "trained: type, for example, --set env.group_size=6 --set rollout.ts_n=2.",
     ),
     "train_batch_size": "A step samples env.env_groups prompts with env.group_size rollouts each: type, for example, "
     "--set env.env_groups=8 --set env.group_size=16.",

@@ -17,6 +17,7 @@ class AdvantageEstimator:
     is_skill: whether it computes skills, which the loss of target policy optimization fits. compares_group: whether a
     rollout's advantage is relative to the rest of its group, so that a group of one has advantage 0.
     credits_trees: whether it assigns credit in trees of rollouts (`trainable.ppo.targets.compute_tree_advantages`).
+    compares_prefix_trees: whether it compares the episodes of a prefix tree, which rollout.ts_n makes.
     settings: settings of `algorithm` that this estimator reads and some others do not.
     """
 
@@ -25,6 +26,7 @@ class AdvantageEstimator:
     is_skill: bool = False
     compares_group: bool = False
     credits_trees: bool = False
+    compares_prefix_trees: bool = False
     settings: tuple[str, ...] = ()
 
 
@@ -35,6 +37,9 @@ ADVANTAGE_ESTIMATORS: Mapping[str, AdvantageEstimator] = MappingProxyType(
         ),
         "grpo": AdvantageEstimator(
             compares_group=True, credits_trees=True, settings=("norm_adv_by_std_in_grpo", "scale_rewards")
+        ),
+        "tree": AdvantageEstimator(
+            compares_group=True, compares_prefix_trees=True, settings=("norm_adv_by_std_in_grpo", "scale_rewards")
         ),
         "rloo": AdvantageEstimator(compares_group=True),
         "reinforce_plus_plus": AdvantageEstimator(settings=("gamma",)),

@@ -197,6 +197,7 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
         lambda c: c.actor.tis_imp_ratio_cap is not None,
         "it needs a cap of importance weights: type --set actor.tis_imp_ratio_cap=2 as well",
     ),
+    ReadCondition(r"rollout\.ts_l", lambda c: c.rollout.ts_n > 0, "it needs rollout.ts_n above 0"),
     # The filter.
     ReadCondition(
         r"filter\.rollout_filter_(type|top_p_prob_mode|selection_eps)",

@@ -157,6 +157,7 @@ class RunConfig(BaseRunConfig):
             ("actor.policy_loss=tpo ", _find_target_policy_conflicts(self)),
             (f"env.name={self.env.name} ", _find_tree_conflicts(self)),
             ("", _find_batch_conflicts(self)),
+            ("", _find_branching_conflicts(self)),
             ("filter.max_num_gen_batches samples further groups ", _find_refill_conflicts(self)),
         ):
             for message in conflicts:
@@ -302,6 +303,7 @@ class RunConfig(BaseRunConfig):
             ),
             (bool(self.early_stop.alarm), "early_stop", ("alarm",)),
             (bool(rollout.weight_noise), "rollout", ("weight_noise",)),
+            (bool(rollout.ts_n), "rollout", ("ts_n", "ts_l")),
             (rollout.trains_from_engine_logprobs, "rollout", ("recompute_logprobs",)),
             (
                 actor.tis_imp_ratio_cap is not None and actor.tis_mode != "token_truncate",
@@ -453,6 +455,30 @@ def _find_refill_conflicts(config: RunConfig) -> Iterator[str]:
             "in a training step, and gradients are analyzed over a single batch: set "
             "trainer.gradient_analysis_mode=false"
         )
+
+
+def _find_branching_conflicts(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each conflict with episodes that branch."""
+    rollout, trainer, size = config.rollout, config.trainer, config.rollout.episodes_per_tree
+    if config.algorithm.estimator.compares_prefix_trees and not rollout.ts_n:
+        yield (
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares the episodes of a prefix tree, and no "
+            "episode branches with rollout.ts_n=0: set rollout.ts_n=1 or more, or algorithm.adv_estimator=grpo"
+        )
+    if rollout.ts_n and config.env.kind.player:
+        yield (
+            f"rollout.ts_n={rollout.ts_n} branches the episodes of a game of turns, and env.name={config.env.name} is "
+            "none: set rollout.ts_n=0"
+        )
+    sizes = {"env.group_size": config.env.group_size}
+    if trainer.gradient_analysis_mode and trainer.gradient_analysis_group_size is not None:
+        sizes["trainer.gradient_analysis_group_size"] = trainer.gradient_analysis_group_size
+    for name, group_size in sizes.items():
+        if group_size % size:
+            yield (
+                f"{name}={group_size}: must be a multiple of {size}, the 1 + rollout.ts_l * rollout.ts_n episodes of a "
+                f"prefix tree: set {name}={-(-group_size // size) * size}"
+            )
 
 
 def _find_target_policy_conflicts(config: RunConfig) -> Iterator[str]:

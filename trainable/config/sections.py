@@ -185,6 +185,10 @@ class RolloutConfig(SettingsSection):
     weight_noise: NonNegative = Field(0.0, le=1.0)
     """std of the noise that each sync adds to the engine's weights, relative to their size: rounding of bfloat16 is
     about 0.001"""
+    ts_n: int = Field(0, ge=0, le=1_000)
+    """N: nodes per prefix tree and round, from which new training episodes branch (Tree-GRPO); 0: none. A group has
+    trees of 1 + ts_l ts_n episodes"""
+    ts_l: int = Field(1, ge=1, le=1_000, description="L: rounds of branching")
     gradient_analysis_num_buckets: int = Field(6, ge=1)
     """number of buckets of groups by reward std, for bucket mode quantile"""
     gradient_analysis_bucket_mode: Literal["quantile", "fixed_rv"] = "quantile"
@@ -200,6 +204,11 @@ class RolloutConfig(SettingsSection):
                 "model's context, or a shorter rollout.response_length"
             )
         return self
+
+    @property
+    def episodes_per_tree(self) -> int:
+        """Number of episodes of a prefix tree; 1 if episodes do not branch."""
+        return 1 + self.ts_l * self.ts_n
 
     @property
     def uses_vllm(self) -> bool:
@@ -416,10 +425,10 @@ class AlgorithmConfig(SettingsSection):
     bi_level_gae: bool = Field(False, description="gae: first over turns, then over the tokens of each turn")
     high_level_gamma: Fraction = Field(0.95, description="discount factor per turn, for bi_level_gae")
     norm_adv_by_std_in_grpo: bool = True
-    """grpo: divide by the group's standard deviation (False: Dr. GRPO)"""
+    """grpo, tree: divide by the group's standard deviation (False: Dr. GRPO)"""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """grpo: the scores whose standard deviation norm_adv_by_std_in_grpo divides by; batch: all of the batch (Lite PPO);
-    none: turns norm_adv_by_std_in_grpo off"""
+    """grpo, tree: the scores whose standard deviation norm_adv_by_std_in_grpo divides by; batch: all of the batch (Lite
+    PPO); none: turns norm_adv_by_std_in_grpo off"""
     tree_weighting: Literal["root-and-children", "one-per-tree"] = "root-and-children"
     """papers: weight of the root of a tree and of all its children, 1 each as published, or 1 together"""
     train_children: bool = Field(True, description="papers: train the children of a tree, too")

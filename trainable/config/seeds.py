@@ -31,6 +31,7 @@ PURPOSES = {
     "sandbox_direction": 22,
     "sandbox_scalarizations": 23,
     "engine_noise": 24,
+    "branches": 25,
 }
 
 

@@ -103,8 +103,9 @@ pass, for the gradients of its input and of its weight. Recomputed blocks and pr
 
 def estimate_rollout_flops(shape: Shape, episodes: Sequence[Episode]) -> float:
     """Estimate the FLOP of sampling the episodes, with a KV cache across turns and one prefill per group's prompt."""
-    # The prompt ends at the first sampled token. The episodes of a group share it, but the children of a tree do not.
-    prompt_lengths = [int(episode.mask.argmax()) for episode in episodes]
+    # The prompt ends at the first token that was sampled for the episode. The episodes of a group share it, or those
+    # that branch from one node; the children of a tree do not.
+    prompt_lengths = [int(episode.suffix_mask.argmax()) for episode in episodes]
     distinct_prompts = {
         (episode.group, episode.tokens[:length].tobytes()): length
         for episode, length in zip(episodes, prompt_lengths, strict=True)
@@ -114,7 +115,11 @@ def estimate_rollout_flops(shape: Shape, episodes: Sequence[Episode]) -> float:
     )
     reply_flops = (
         estimate_forward_flops(
-            shape, [len(episode.tokens) - length], episode.response_tokens, shape.vocab_size, cached_tokens=length
+            shape,
+            [len(episode.tokens) - length],
+            int(episode.suffix_mask.sum()),
+            shape.vocab_size,
+            cached_tokens=length,
         )
         for episode, length in zip(episodes, prompt_lengths, strict=True)
     )

@@ -12,6 +12,7 @@ from trainable.algo.advantages import (
     gae,
     group_skill,
     grpo,
+    prefix_tree_grpo,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     rloo,
@@ -198,10 +199,12 @@ def _compute_advantages(
             returns = estimate(settings.critic_lam).returns
         # As published. Critic-free estimators center or whiten themselves.
         return masked_whiten(advantages, batch.mask), returns
-    groups = (_compute_scores(batch, rewards), batch.group_ids, batch.mask)
+    scores, group_ids, mask = groups = (_compute_scores(batch, rewards), batch.group_ids, batch.mask)
+    norm_by_std, has_batch_std = settings.norm_adv_by_std_in_grpo, settings.scale_rewards == "batch"
     estimators: dict[str, Callable[[], Tensor]] = {
-        "grpo": lambda: grpo(
-            *groups, settings.norm_adv_by_std_in_grpo, has_batch_std=settings.scale_rewards == "batch"
+        "grpo": lambda: grpo(*groups, norm_by_std, has_batch_std=has_batch_std),
+        "tree": lambda: prefix_tree_grpo(
+            scores, group_ids, batch.prefix_trees, mask, norm_by_std, has_batch_std=has_batch_std
         ),
         "rloo": lambda: rloo(*groups),
         "reinforce_plus_plus": lambda: reinforce_plus_plus(rewards, batch.mask, settings.gamma),

@@ -49,7 +49,7 @@ from trainable.ppo.targets import PreparedBatch, Selection, filter_episodes, mak
 from trainable.ppo.update import ActorUpdate, TokenFunction, compute_at_trained_tokens, update_critic
 from trainable.rollout.engine import Engine, make_engine, make_evaluation_engine
 from trainable.rollout.episode import Batch, Episode, collate, list_rollouts, make_update_order, replace_rollouts
-from trainable.rollout.episode_loop import RolloutRequest, make_player
+from trainable.rollout.episode_loop import Branching, RolloutRequest, make_player
 from trainable.rollout.sampler import SamplingParams
 from trainable.runs.episode_lines import RecordedEpisode
 from trainable.runs.failures import NonFiniteError
@@ -247,6 +247,9 @@ class PPOTrainer:
             **selection.columns,
             "masked_episodes": masked_episodes if config.filter.masks_episodes else None,
             "gen_batches": 1 + len(further_batches) if config.further_batches else None,
+            "train_shared_tokens": 1 - budget["sampled_tokens"] / sum(episode.response_tokens for episode in episodes)
+            if config.rollout.ts_n
+            else None,
             **batch_columns,
             **summarize_validation(evaluations, self.is_val_unseen),
             **budget,
@@ -315,11 +318,12 @@ class PPOTrainer:
         return self.roll_out(self.levels[self.step_index - 1], self.config.env.group_size, "sampling")
 
     def roll_out(self, levels: Sequence[Level], group_size: int, purpose: str, *indices: int) -> list[Episode]:
-        """Sample training episodes: `group_size` per level, in the order of the levels.
+        """Sample training episodes: `group_size` per level, in the order of the levels. With rollout.ts_n they branch.
 
         purpose, indices: select the random stream in `make_rng`, together with the step.
         """
         rollout = self.config.rollout
+        rng = make_rng(self.config.seed, "branches", PURPOSES[purpose], self.step_index, *indices)
         return self._roll_out_levels(
             self.engine,
             levels,
@@ -329,6 +333,7 @@ class PPOTrainer:
             *indices,
             has_passes_next=True,
             recomputes_logprobs=rollout.recompute_logprobs,
+            branching=Branching(rollout.ts_n, rollout.ts_l, rng) if rollout.ts_n else None,
         )
 
     def _roll_out_levels(
@@ -341,6 +346,7 @@ class PPOTrainer:
         *indices: int,
         has_passes_next: bool,
         recomputes_logprobs: bool,
+        branching: Branching | None = None,
     ) -> list[Episode]:
         """Roll out every level `group_size` times, and return the episodes of all ranks in the order of the levels.
 
@@ -369,6 +375,7 @@ class PPOTrainer:
                     luck_rng,
                     first_episode=local_range.start * group_size,
                     num_episodes=len(levels) * group_size,
+                    branching=branching,
                 )
                 episodes = self.player.roll_out(request)
         if has_passes_next:  # otherwise another rollout follows
@@ -660,8 +667,8 @@ class PPOTrainer:
         """Count the BUDGET_COLUMNS of this step, and add them to the totals of the run."""
         numbers = (
             policy_meter.optimizer_steps - policy_meter.skipped_steps if policy_meter else 0,
-            sum(episode.actions for episode in episodes),
-            sum(rollout.response_tokens for rollout in list_rollouts(episodes)),
+            sum(len(actions) for episode in episodes for actions in episode.turn_actions[episode.prefix_turns :]),
+            sum(int(rollout.suffix_mask.sum()) for rollout in list_rollouts(episodes)),
             # Including copies of episodes in the batch, since they are trained on.
             int(prepared.batch.mask.sum()) if prepared else 0,
         )

@@ -42,6 +42,8 @@ class Episode(NamedTuple):
     engine_logprobs: (T,), the log-probs reported by the engine if the trainer has recomputed `logprobs`, otherwise
     None. is_truncated: whether a reply was cut at its maximum length, or the context had no room for another turn.
     is_masked: whether the losses leave the episode out, although it counts in the advantages.
+    prefix_turns: number of turns that were copied from the episode from which this one branched. prefix_tree: with
+    `rollout.ts_n`, the number of its prefix tree among those of its group.
     """
 
     level_seed: int
@@ -63,6 +65,8 @@ class Episode(NamedTuple):
     evidence: tuple[str, ...] = ()
     is_truncated: bool = False
     is_masked: bool = False
+    prefix_turns: int = 0
+    prefix_tree: int = 0
 
     @property
     def rollouts(self) -> tuple["Episode", ...]:
@@ -93,6 +97,11 @@ class Episode(NamedTuple):
     def response_tokens(self) -> int:
         """Number of sampled tokens."""
         return int(self.mask.sum())
+
+    @property
+    def suffix_mask(self) -> npt.NDArray[np.bool_]:
+        """(T,) bool, True for tokens that were sampled for this episode, not copied from another one."""
+        return self.mask & (self.turns >= self.prefix_turns)
 
 
 def list_rollouts(episodes: Sequence[Episode]) -> list[Episode]:
@@ -150,6 +159,12 @@ class Transcript:
         # Another token than the end marker may have ended an unfinished reply.
         return any(not reply.finished and len(reply.token_ids) >= max_reply_tokens for reply in replies)
 
+    def copy_prefix(self, turn: int) -> "Transcript":
+        """Copy everything before the reply of a turn, in a game with one prompt per turn."""
+        count = 2 * turn + 1
+        tokens = self.tokens[:count]
+        return Transcript(tokens, self.replies[:count], self.turns[:count], self.texts[:turn], sum(map(len, tokens)))
+
     def append_prompt(self, ids: Sequence[int]) -> None:
         """Append the tokens that the policy reads before its next reply."""
         self._append(np.asarray(ids, dtype=np.int64), None)
@@ -201,7 +216,7 @@ class Batch(NamedTuple):
     int64, equal for an episode and its children. is_root: (B,) bool, False for children. engine_logprobs: like
     `logprobs`, as reported by the engine if it has its own copy of the weights, otherwise equal to `logprobs`.
     entropies: float32, entropy of the sampling distribution at each sampled token, in nats; 0 elsewhere.
-    is_masked: (B,) bool, see `Episode`.
+    is_masked: (B,) bool, prefix_trees: (B,) int64, see `Episode`.
     """
 
     tokens: Tensor
@@ -217,6 +232,7 @@ class Batch(NamedTuple):
     engine_logprobs: Tensor
     entropies: Tensor
     is_masked: Tensor
+    prefix_trees: Tensor
 
     def select_rows(self, index: Tensor) -> "Batch":
         """Select the episodes at `index` (N,), cut to the longest of them."""
@@ -270,6 +286,7 @@ def collate(episodes: Sequence[Episode]) -> Batch:
         ),
         entropies=pad([episode.entropies for episode in episodes]),
         is_masked=torch.tensor([episode.is_masked for episode in episodes]),
+        prefix_trees=torch.tensor([episode.prefix_tree for episode in episodes]),
     )
 
 

@@ -6,9 +6,10 @@ A model plays G episodes on each of P levels, and each continues when its reply 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from trainable.algo.advantages import compute_overlong_penalty
 from trainable.config.run_config import RunConfig
@@ -19,7 +20,18 @@ from trainable.files.step_phase import STEP_PHASE
 from trainable.models.codec import Codec
 from trainable.models.load import Policy
 from trainable.rollout.episode import Episode, StopReason, Transcript
-from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
+from trainable.rollout.sampler import ListedStreams, SampledReply, Sampler, SamplingParams
+
+
+class Branching(NamedTuple):
+    """How episodes branch into prefix trees (see `TurnPlayer.roll_out`).
+
+    branches: N, the new episodes per tree and round. rounds: L. rng: generates the numbers that draw nodes.
+    """
+
+    branches: int
+    rounds: int
+    rng: np.random.Generator
 
 
 @dataclass(frozen=True)
@@ -40,19 +52,21 @@ class RolloutRequest:
     """Index of the first of these episodes among the episodes of all ranks."""
     num_episodes: int | None = None
     """Number of episodes of all ranks; None if these are all."""
+    branching: Branching | None = None
+    """None: every episode begins at the start of its level. Otherwise, `group_size` is a multiple of 1 + L · N."""
 
 
 @dataclass
 class _EpisodeState:
     """An episode in progress.
 
-    rewards, turn_actions, turn_validity: one entry per turn. Rewards are the game's, without the format penalty, which
-    the model does not see.
+    states: before each turn, and after the last one so far. rewards, turn_actions, turn_validity: one entry per turn.
+    Rewards are the game's, without the format penalty, which the model does not see. prefix_turns: see `Episode`.
     """
 
     level: Level
     group: int
-    state: State
+    states: list[State]
     transcript: Transcript = field(default_factory=Transcript)
     rewards: list[float] = field(default_factory=list)
     turn_actions: list[tuple[str, ...]] = field(default_factory=list)
@@ -60,10 +74,36 @@ class _EpisodeState:
     done: bool = False
     success: bool = False
     out_of_context: bool = False
+    prefix_turns: int = 0
 
     @property
     def actions(self) -> int:
         return sum(map(len, self.turn_actions))
+
+    def branch(self, turn: int) -> "_EpisodeState":
+        """Make an episode with the same turns before `turn`, whose next reply is that of `turn`."""
+        return _EpisodeState(
+            self.level,
+            self.group,
+            self.states[: turn + 1],
+            self.transcript.copy_prefix(turn),
+            self.rewards[:turn],
+            self.turn_actions[:turn],
+            self.turn_validity[:turn],
+            prefix_turns=turn,
+        )
+
+
+def _draw_branch(tree: Sequence[_EpisodeState], number: float) -> _EpisodeState:
+    """Make a branch from the node of a tree that a uniform `number` from [0, 1) draws."""
+    nodes = [
+        (episode, turn)
+        for place, episode in enumerate(tree)
+        # A branch starts at a node of its parent, so that its first new one is the next.
+        for turn in range(episode.prefix_turns + (place > 0), episode.transcript.num_turns)
+    ]
+    episode, turn = nodes[int(number * len(nodes))]
+    return episode.branch(turn)
 
 
 def check_length(prompt_tokens: int, response_length: int, context_length: int) -> None:
@@ -136,34 +176,82 @@ class TurnPlayer:
         The reward of a turn is the environment's, plus the format penalty if the turn is invalid. An episode ends when
         its level ends, when it has no actions or turns left, or when its next turn, with a reply of full length, could
         exceed the context.
+
+        With `request.branching`, a group consists of prefix trees, each of which begins as one episode. In each of L
+        rounds, N nodes of each tree are drawn with replacement: its root, or the start of a later turn of one of its
+        episodes. From each of them, a new episode is played to its end, after a copy of the turns before the node. The
+        episodes of a tree are consecutive, in the order in which they began.
+
+        Source: Ji et al. 2025, arXiv:2509.21240 (Tree-GRPO). Its code then draws some episodes of each tree for
+        training; here, all are trained.
         """
-        limits, levels, group_size = self.limits, request.levels, request.group_size
-        num_episodes = request.num_episodes or len(levels) * group_size
-        luck = draw_luck(request.luck_rng, num_episodes, limits, self.context_length)[request.first_episode :]
+        levels, params, branching = request.levels, request.params, request.branching
+        tree_size = 1 + branching.rounds * branching.branches if branching else 1
+        trees_per_group = request.group_size // tree_size
+        # All random numbers of an episode depend on its index alone. Each row has those of a tree.
+        indices = np.arange(len(levels) * request.group_size).reshape(-1, tree_size)
+        num_episodes, first = request.num_episodes or indices.size, request.first_episode
+        luck = draw_luck(request.luck_rng, num_episodes, self.limits, self.context_length)[first:]
+        streams = request.rng.spawn(indices.size)
         starts = self.environment.start(levels)
-        states = [
-            _EpisodeState(level, group, starts[group]) for group, level in enumerate(levels) for _ in range(group_size)
-        ]
         prompts = self._encode_first_turns(starts)
-        for state in states:
+        trees = [
+            [_EpisodeState(level, group, [starts[group]])]
+            for group, level in enumerate(levels)
+            for _ in range(trees_per_group)
+        ]
+        for (state,) in trees:
             state.transcript.append_prompt(prompts[state.group])
-        conversation = request.sampler.start_conversation(prompts, group_size, request.params, request.rng)
+        self._play(request, [state for (state,) in trees], prompts, streams[::tree_size], luck[::tree_size])
+        if branching:
+            numbers = branching.rng.random(num_episodes)[first:]
+            for index in np.split(indices[:, 1:], branching.rounds, axis=1):
+                states = [
+                    _draw_branch(tree, number)
+                    for tree, row in zip(trees, index, strict=True)
+                    for number in numbers[row].tolist()
+                ]
+                prefixes = [np.concatenate(state.transcript.tokens).tolist() for state in states]
+                rows = index.flatten()
+                self._play(request, states, prefixes, [streams[row] for row in rows], luck[rows])
+                # Only now, since all nodes of a round are drawn from the same tree.
+                for number, state in enumerate(states):
+                    trees[number // branching.branches].append(state)
+        return [
+            self._make_episode(state, number % trees_per_group, params.max_new_tokens)
+            for number, tree in enumerate(trees)
+            for state in tree
+        ]
+
+    def _play(
+        self,
+        request: RolloutRequest,
+        states: Sequence[_EpisodeState],
+        prompts: Sequence[Sequence[int]],
+        streams: Sequence[np.random.Generator],
+        luck: npt.NDArray[np.float64],
+    ) -> None:
+        """Play episodes to their ends in one conversation, each with its random numbers.
+
+        prompts: the tokens of the transcripts so far, once for neighbors that share them, all equally many.
+        """
+        copies, response_length = len(states) // len(prompts), request.params.max_new_tokens
+        conversation = request.sampler.start_conversation(prompts, copies, request.params, ListedStreams(streams))
         num_waiting = len(states)
         # Without new tokens, since the conversation already has the prompts.
         conversation.submit(range(len(states)), [[] for _ in states])
         turn = 1
         while num_waiting:
-            STEP_PHASE.show_share(f"turn {turn} of {limits.turns}, {num_waiting} episodes")
+            STEP_PHASE.show_share(f"turn {turn} of {self.limits.turns}, {num_waiting} episodes")
             finished = conversation.collect()
             rows, replies = [row for row, _ in finished], [reply for _, reply in finished]
             row_turns = [states[row].transcript.num_turns for row in rows]
-            turn = max(turn, min(max(row_turns) + 2, limits.turns))  # the next turn of the furthest episode
+            turn = max(turn, min(max(row_turns) + 2, self.limits.turns))  # the next turn of the furthest episode
             self._apply_replies([states[row] for row in rows], replies, luck[rows, row_turns])
-            next_rows, new_tokens = self._append_observations(states, rows, request.params.max_new_tokens)
+            next_rows, new_tokens = self._append_observations(states, rows, response_length)
             if next_rows:
                 conversation.submit(next_rows, new_tokens)
             num_waiting += len(next_rows) - len(rows)
-        return [self._make_episode(state, request.params.max_new_tokens) for state in states]
 
     def _apply_replies(
         self, states: Sequence[_EpisodeState], replies: Sequence[SampledReply], luck: np.ndarray
@@ -178,9 +266,9 @@ class TurnPlayer:
             parsed.actions[: limits.actions - state.actions]
             for state, parsed in zip(states, parsed_replies, strict=True)
         ]
-        outcome = environment.step([state.state for state in states], actions, luck)
+        outcome = environment.step([state.states[-1] for state in states], actions, luck)
         for row, state in enumerate(states):
-            state.state = outcome.states[row]
+            state.states.append(outcome.states[row])
             state.done, state.success = bool(outcome.done[row]), bool(outcome.success[row])
             # Unexecuted actions come last, after the end of the level.
             state.turn_actions.append(actions[row][: int(outcome.action_counts[row])])
@@ -204,7 +292,7 @@ class TurnPlayer:
                 continue
             last_reward, is_invalid = float(state.rewards[-1]), not state.turn_validity[-1]
             # Observations count turns from 1.
-            observation = Observation(num_turns + 1, state.state, actions_left, last_reward, is_invalid)
+            observation = Observation(num_turns + 1, state.states[-1], actions_left, last_reward, is_invalid)
             text = self.template.format_next_turn(observation)
             live_rows.append(row)
             texts.append(text if state.transcript.is_closed else self.template.end_marker + text)
@@ -218,7 +306,7 @@ class TurnPlayer:
                 state.out_of_context = True
         return next_rows, new_tokens
 
-    def _make_episode(self, state: _EpisodeState, max_reply_tokens: int) -> Episode:
+    def _make_episode(self, state: _EpisodeState, prefix_tree: int, max_reply_tokens: int) -> Episode:
         """Make the record of a finished episode."""
         return Episode(
             level_seed=state.level.seed,
@@ -230,6 +318,8 @@ class TurnPlayer:
             stop_reason=self._find_stop_reason(state),
             texts=tuple(state.transcript.texts),
             is_truncated=state.out_of_context or state.transcript.has_cut_reply(max_reply_tokens),
+            prefix_turns=state.prefix_turns,
+            prefix_tree=prefix_tree,
         )
 
     def _compute_turn_rewards(self, state: _EpisodeState, max_reply_tokens: int) -> tuple[float, ...]:

@@ -85,6 +85,15 @@ class RowStreams(Protocol):
         """Make a separate generator for each row."""
 
 
+class ListedStreams(list[np.random.Generator]):
+    """The generators of a conversation's rows, in their order (see `RowStreams`)."""
+
+    def spawn(self, n_children: int) -> list[np.random.Generator]:
+        """Return the generators."""
+        assert n_children == len(self)
+        return self
+
+
 class Sampler(Protocol):
     """An engine that samples from the current policy."""
 

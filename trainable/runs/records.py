@@ -56,6 +56,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "episodes with at least two guesses",
     ),
     Column("train_response_tokens", "tokens", "mean sampled tokens per episode", "train/response_length"),
+    Column("train_shared_tokens", "fraction", "tokens that branches copied / sampled; missing without rollout.ts_n"),
     Column(
         "reward_std", "reward", "std (ddof 1) of the scores of a group, mean over groups", "rollout/in_group_reward_std"
     ),

@@ -372,13 +372,20 @@ def _allocate_sampler(shape: ModelShape, config: RunConfig) -> Allocation:
     """Compute the memory of the torch or compiled sampler, for all conversations of a rank at once."""
     env = config.env
     max_rows = max(env.env_groups * env.group_size, env.val_env_groups * env.val_group_size, env.test_env_groups)
+    # With branching, a conversation has only some of the episodes.
     rows = -(-max_rows * env.max_conversations_per_rollout // count_ranks(config))
+    tokens = kv_cache_size.compute_max_tokens(config)
     # The cache grows by half its size at a time, so it may be 1.5 times as long as the longest conversation.
-    slots = kv_cache_size.compute_max_tokens(config) * 3 // 2
+    slots = tokens * 3 // 2
     kv_bytes = slots * kv_cache_size.compute_token_kv_bytes(shape, config)
     # Drawing a token needs logits, log-probs and probabilities in float32, and in float64 probabilities and their sums.
     draw_bytes = shape.vocab_size * (3 * FLOAT32 + 16)
-    return Allocation("sampler KV cache and logits", rollout=rows * (kv_bytes + draw_bytes))
+    # Branches read their prefixes in one pass, which has a bias per token and slot. Other prompts are short.
+    trees = config.episodes_per_step // config.rollout.episodes_per_tree
+    branches = -(-trees * config.rollout.ts_n // count_ranks(config))
+    token_bytes = compute_block_bytes(shape, config) + FLOAT32 * (2 * shape.hidden_size + slots)
+    prefix_bytes = branches * tokens * token_bytes
+    return Allocation("sampler KV cache and logits", rollout=rows * (kv_bytes + draw_bytes) + prefix_bytes)
 
 
 def compute_host_bytes(allocations: Iterable[Allocation], shape: ModelShape, config: RunConfig) -> int:

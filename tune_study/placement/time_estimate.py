@@ -104,8 +104,12 @@ def estimate_run_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) 
     env, steps = config.env, config.trainer.total_training_steps
     seconds = steps * estimate_update_flops(shape, config) / count_ranks(config) / rates.peak_flops_per_s / ASSUMED_MFU
     val_rows = env.val_env_groups * env.val_group_size
-    batches = steps * config.filter.max_num_gen_batches
-    rollouts = [(batches, config.episodes_per_step), (count_validations(config), val_rows), (2, env.test_env_groups)]
+    batches, branching = steps * config.filter.max_num_gen_batches, config.rollout
+    # Each round of branching is a conversation of its own, after that of the first episodes of all prefix trees. Its
+    # episodes are assumed to share no turn.
+    trees = config.episodes_per_step // branching.episodes_per_tree
+    rollouts = [(batches, trees), (batches * branching.ts_l, trees * branching.ts_n)]
+    rollouts += [(count_validations(config), val_rows), (2, env.test_env_groups)]
     seconds += sum(count * estimate_sampling_seconds(shape, config, rows, rates) for count, rows in rollouts if rows)
     return seconds / min(config.trainer.n_gpus_per_node, 1.0)
 
@@ -121,6 +125,7 @@ def estimate_cpu_run_seconds(spec: RunSpec, family: Family) -> float:
     env, tokens = config.env, round(TYPICAL_FILL * compute_max_tokens(config))
     episodes = spec.steps * (1 + config.further_batches) * env.env_groups * env.group_size + 2 * env.test_env_groups
     episodes += count_validations(config) * env.val_env_groups * env.val_group_size
+    # Tokens that a branch shares are read again, which costs as much as sampling them.
     sampling_flops = episodes * estimate_forward_flops(shape, [tokens], tokens, shape.vocab_size)
     # A typical tree asks no child.
     update_flops = spec.steps * TYPICAL_FILL * estimate_update_flops(shape, config) / env.max_conversations_per_rollout

@@ -6,7 +6,14 @@ from torch import Tensor
 
 from tests.oracles import algo as oracle
 from tests.strategies.algo import Sequences, discounts, examples, grouped_scores, sequences
-from trainable.algo.advantages import group_skill, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo
+from trainable.algo.advantages import (
+    group_skill,
+    grpo,
+    prefix_tree_grpo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
 
 GroupScores = tuple[list[float], list[int]]
 
@@ -62,6 +69,45 @@ def test_with_the_std_of_the_batch_a_group_of_small_spread_has_small_advantages(
     assert advantages[1] > 0
     assert float(advantages[3] / advantages[1]) == pytest.approx(10)
     assert float(advantages[1]) == pytest.approx(0.5 / (float(scores.std()) + 1e-6))
+
+
+@examples
+@given(grouped_scores(), st.data())
+def test_prefix_tree_grpo_adds_the_loops_over_groups_and_over_trees(
+    group_scores: GroupScores, data: st.DataObject
+) -> None:
+    scores, group_ids, mask = make_tensors(group_scores)
+    size = len(scores)
+    numbers = data.draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
+    tree_ids = [3 * group + number for group, number in zip(group_scores[1], numbers, strict=True)]
+    for norm_by_std in (False, True):
+        advantages = prefix_tree_grpo(scores, group_ids, torch.tensor(numbers), mask, norm_by_std)
+        terms = [oracle.grpo(group_scores[0], ids, norm_by_std=norm_by_std) for ids in (group_scores[1], tree_ids)]
+        assert_broadcast(advantages, [sum(pair) for pair in zip(*terms, strict=True)], mask)
+    # One tree per group doubles the advantages, and trees of one sequence leave them as they are.
+    plain = grpo(scores, group_ids, mask, norm_by_std=True)
+    for trees, factor in ((torch.zeros_like(group_ids), 2), (torch.arange(size), 1)):
+        torch.testing.assert_close(prefix_tree_grpo(scores, group_ids, trees, mask, norm_by_std=True), factor * plain)
+
+
+def test_prefix_trees_compare_within_and_between_trees() -> None:
+    group_ids, mask = torch.zeros(4, dtype=torch.long), torch.ones(4, 1, dtype=torch.bool)
+    trees = torch.tensor([0, 0, 1, 1])
+
+    def estimate(*scores: float, **settings: bool) -> list[float]:
+        return (
+            prefix_tree_grpo(torch.tensor(scores).float(), group_ids, trees, mask, True, **settings).flatten().tolist()
+        )
+
+    assert estimate(1, 1, 1, 1) == [0] * 4
+    # Between trees that are equal inside, only the group counts, and between trees of equal means also the tree.
+    between, within = estimate(0, 0, 1, 1), estimate(0, 1, 0, 1)
+    assert between == pytest.approx([-(0.75**0.5), -(0.75**0.5), 0.75**0.5, 0.75**0.5], rel=1e-4)
+    assert within == pytest.approx([sign * (0.75**0.5 + 0.5**0.5) for sign in (-1, 1, -1, 1)], rel=1e-4)
+    # The std of the batch divides both terms.
+    assert estimate(0, 1, 0, 1, has_batch_std=True) == pytest.approx(
+        [x * 2 * 0.75**0.5 for x in (-1, 1, -1, 1)], rel=1e-4
+    )
 
 
 def test_a_score_that_is_not_a_number_stays_one_in_its_group() -> None:

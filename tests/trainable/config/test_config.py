@@ -223,6 +223,7 @@ HASHED: list[tuple[dict[str, object], dict[str, object], bool]] = [
             {"model.head_dtype": "float32"},
             {"model.lora_rank": 8},
             {"rollout.weight_noise": 0.1},
+            {"rollout.ts_n": 1},
             LAKE,
         )
     ),
@@ -242,6 +243,8 @@ HASHED: list[tuple[dict[str, object], dict[str, object], bool]] = [
     ({"model.lora_rank": 8}, {"model.lora_alpha": 32}, True),
     ({"model.lora_rank": 8}, {"model.load_in_4bit": True}, True),
     (LAKE, {"env.colors": 6}, False),
+    ({}, {"rollout.ts_l": 3}, False),
+    ({"rollout.ts_n": 1}, {"rollout.ts_l": 3}, True),
     ({}, {"algorithm.critic_lam": 0.9}, True),
     ({}, {"algorithm.scale_rewards": "batch"}, True),
     ({"algorithm.norm_adv_by_std_in_grpo": False}, {"algorithm.scale_rewards": "none"}, False),

@@ -44,7 +44,8 @@ ESTIMATORS = tuple(ADVANTAGE_ESTIMATORS)
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_estimator_takes_a_step(estimator: str) -> None:
-    trainer = make_quiet_trainer(algorithm__adv_estimator=estimator)
+    branches = int(ADVANTAGE_ESTIMATORS[estimator].compares_prefix_trees)
+    trainer = make_quiet_trainer(algorithm__adv_estimator=estimator, rollout__ts_n=branches)
     old_weights = copy_weights(trainer)
     (row,) = run_steps(trainer, 1)
     assert is_finite(row)
@@ -143,6 +144,7 @@ def test_the_row_has_known_columns_and_misses_only_what_was_not_measured() -> No
         "masked_episodes",
         "reference_step",
         "stapo_silenced_fraction",
+        "train_shared_tokens",
         "base_val_kl_to_reference",  # the reference is the policy before training
         # Measures of another game.
         *(f"{split}_{name}" for split in ("train", "val", "base_val") for name in ("children", "consistent_guesses")),

@@ -16,7 +16,7 @@ from search_spaces.language_model.family import PPO
 from tests.fakes.command_line import get_output
 from tests.fakes.plans import plan_study
 from tests.strategies.examples import thin_out
-from trainable.algo.advantages import group_skill, grpo, reinforce_plus_plus_baseline, rloo
+from trainable.algo.advantages import group_skill, grpo, prefix_tree_grpo, reinforce_plus_plus_baseline, rloo
 from trainable.algo.filters import compute_group_scores, parse_rule, select_groups
 from trainable.config.choices import ADVANTAGE_ESTIMATORS, FILTER_METRICS
 from trainable.families import Remark, list_families
@@ -155,6 +155,7 @@ def test_an_estimator_compares_a_group_if_and_only_if_a_group_of_one_has_no_adva
     scores, group_ids, mask = torch.tensor([3.0, 1.0]), torch.tensor([0, 1]), torch.ones(2, 1, dtype=torch.bool)
     advantages = {
         "grpo": grpo(scores, group_ids, mask, norm_by_std=True),
+        "tree": prefix_tree_grpo(scores, group_ids, torch.zeros_like(group_ids), mask, norm_by_std=True),
         "rloo": rloo(scores, group_ids, mask),
         "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline(scores, group_ids, mask),
         "group_skill": group_skill(scores, group_ids, mask),
