@@ -21,6 +21,7 @@ Settings = Mapping[str, object]
 
 FAMILIES: Mapping[str, str] = {
     "ppo": "search_spaces.language_model.family:PPO",
+    "imported": "search_spaces.language_model.family:IMPORTED",
     "update_rules": "sandboxes.update_rules.family:UPDATE_RULES",
     "distillation": "sandboxes.distillation.family:DISTILLATION",
     "gradient_variance": "sandboxes.distillation.family:GRADIENT_VARIANCE",
@@ -135,7 +136,9 @@ class Family:
     description: Any = None
     """For toy studies, the `sandboxes.toys.study.Description` that their report reads."""
     own_prefixes: tuple[str, ...] = ()
-    """Prefixes of columns that are not in `step_columns`: the measures of plug-in games."""
+    """Prefixes of columns that are not in `step_columns`: the measures of plug-in games, or of other trainers."""
+    max_own_columns: int = 32
+    """Maximum number of such columns."""
 
     # Requirements of a run.
     get_model_path: Callable[[Any], str | None] = lambda config: None

@@ -297,6 +297,30 @@ def report(
         raise typer.Exit(1)
 
 
+@command(READ, "import", "logs/*.log --output imported --arm actor_rollout_ref.actor.kl_loss_coef")
+def import_runs(
+    logs: Annotated[list[Path], argument("LOGS", "Logs of other trainers, one per run.")],
+    output: Annotated[Path, option("DIR", "Folder for results/NAME.")] = Path("imported"),
+    study: Annotated[str, option("NAME", "Name of the study.")] = "imported",
+    arm: Annotated[list[str] | None, option("KEY", "A setting whose values are the arms; repeatable.")] = None,
+    seed: Annotated[str | None, option("KEY", "The setting that is the seed.")] = None,
+    column: Annotated[
+        list[str] | None, option("OURS=THEIRS", "A measurement that the tables do not know; repeatable.")
+    ] = None,
+    columns: Annotated[list[Path] | None, option("FILE", "A file with a line OURS=THEIRS per measurement.")] = None,
+) -> None:
+    """Read the logs of other trainers as a study: verl, TRL, prime-rl, tinker and others."""
+    from tune_study.commands.reading import importing
+
+    console = make_console()
+    names = importing.parse_columns(column or [], columns or [])
+    typed = format_command("import", *logs, "--output", output, "--study", study)
+    folder = importing.import_study(console, logs, output, study, arm or [], seed, names, typed)
+    if problem := write_results(_make_absolute(folder), console):
+        print_error(problem)
+        raise typer.Exit(1)
+
+
 @command(MAIN, "explain", "results/kl_sweep_sokoban-tiny --arm 0 --seed 1")
 def explain(run: opt.RunLocation, arm: opt.ReadArm = None, seed: opt.ReadSeed = None) -> None:
     """Tell what changed before the collapse in runs of RUN, and when."""
