@@ -106,7 +106,7 @@ def assign_runs(
             by_partition.setdefault(_partition(logs, key), []).append(key)
         if len(by_partition) > 1:
             raise LogError(
-                f"The logs differ in several settings: type --arm with those whose values are the arms, of "
+                f"The logs differ in several settings: type `import --arm` with those whose values are the arms, of "
                 f"{', '.join(f'{key} ({_list_values(logs, key)})' for key in candidates[:12])}."
             )
         (together,) = by_partition.values()

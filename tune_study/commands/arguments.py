@@ -17,7 +17,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from trainable.config.games import GAMES
 
-_PLACE_METAVARS = ("DIR", "FILE", "RUN", "RUN...", "FOLDER...")
+_PLACE_METAVARS = ("DIR", "FILE", "RUN", "RUN...", "FOLDER...", "LOGS")
 _SECTIONS = {
     "trials": "What to search",
     "preset": "What to run",
@@ -113,6 +113,12 @@ ReadSeed = Annotated[int | None, option("S", "Only runs with this seed.")]
 Output = Annotated[Path, option("DIR", "Parent folder of results/, logs/ and model_saving/.", "--output", "-o")]
 Extend = Annotated[bool, Option("--extend", help="Add new values or seeds to an existing study, or steps to its runs.")]
 DryRun = Annotated[bool, Option("--dry-run", help="Print the plan; start and write nothing.")]
+Json = Annotated[bool, Option("--json", help="Print one JSON object instead, for other programs.")]
+LogSeed = Annotated[str | None, option("KEY", "The setting that is the seed.", "--seed")]
+LogColumns = Annotated[
+    list[str] | None,
+    option("OURS=THEIRS", "A measurement that the tables do not know; repeatable.", "--column"),
+]
 
 
 class StrictGroup(TyperGroup):

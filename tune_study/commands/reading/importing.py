@@ -4,13 +4,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rich.console import Console
-
 from analysis.sources.importing import import_logs
 from analysis.sources.logs import LogError
 from analysis.sources.names import Name, parse_name
 from trainable.config.setting_types import format_value
-from tune_study.host.console import print_line
 from tune_study.plan.errors import PlanError, as_plan_error
 
 
@@ -34,7 +31,6 @@ def parse_columns(texts: Sequence[str], files: Sequence[Path]) -> list[Name]:
 
 
 def import_study(
-    console: Console,
     logs: Sequence[Path],
     output: Path,
     name: str,
@@ -42,13 +38,10 @@ def import_study(
     seed: str | None,
     names: Sequence[Name],
     command: str,
-) -> Path:
-    """Write the study to OUTPUT/results/NAME, and print what the logs do not say. Return the folder."""
+) -> tuple[Path, list[str]]:
+    """Write the study to OUTPUT/results/NAME. Return the folder, and what a reader of its logs must know."""
     folder = output / "results" / name
     if folder.exists():
         raise PlanError(f"{format_value(str(folder), 1000)} exists: type another --study or --output.")
     with as_plan_error(LogError):
-        notes = import_logs(logs, folder, name, arms, seed, names, command, datetime.now(UTC).isoformat())
-    for note in notes:
-        print_line(console, note)
-    return folder
+        return folder, import_logs(logs, folder, name, arms, seed, names, command, datetime.now(UTC).isoformat())
