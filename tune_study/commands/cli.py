@@ -312,10 +312,8 @@ def import_runs(
     """Read the logs of other trainers as a study: verl, TRL, prime-rl, tinker and others."""
     from tune_study.commands.reading import importing
 
-    console = make_console()
-    names = importing.parse_columns(column or [], columns or [])
-    typed = format_command("import", *logs, "--output", output, "--study", study)
-    folder = importing.import_study(console, logs, output, study, arm or [], seed, names, typed)
+    console, folder = make_console(), output / "results" / study
+    importing.import_study(console, logs, folder, arm or [], seed, importing.parse_columns(column or [], columns or []))
     if problem := write_results(_make_absolute(folder), console):
         print_error(problem)
         raise typer.Exit(1)

@@ -6,10 +6,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from analysis.sources.importing import import_logs
+from analysis.sources.importing import import_logs, name_runs, read_log
 from analysis.sources.logs import LogError
 from analysis.sources.names import Name, parse_name
+from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
+from trainable.runs.study_record import SCHEMA, AxisRecord, StudyRecord
 from tune_study.host.console import print_line
 from tune_study.plan.errors import PlanError, as_plan_error
 
@@ -35,20 +37,37 @@ def parse_columns(texts: Sequence[str], files: Sequence[Path]) -> list[Name]:
 
 def import_study(
     console: Console,
-    logs: Sequence[Path],
-    output: Path,
-    name: str,
+    paths: Sequence[Path],
+    folder: Path,
     arms: Sequence[str],
     seed: str | None,
-    names: Sequence[Name],
-    command: str,
-) -> Path:
-    """Write the study to OUTPUT/results/NAME, and print what the logs do not say. Return the folder."""
-    folder = output / "results" / name
+    columns: Sequence[Name],
+) -> None:
+    """Write the logs as a study to `folder`, and print what a reader must know about them.
+
+    Raises PlanError, before anything is written, if the folder exists, or if the logs cannot be read or told apart.
+    """
     if folder.exists():
         raise PlanError(f"{format_value(str(folder), 1000)} exists: type another --study or --output.")
     with as_plan_error(LogError):
-        notes = import_logs(logs, folder, name, arms, seed, names, command, datetime.now(UTC).isoformat())
-    for note in notes:
+        logs = [read_log(path) for path in paths]
+        names = name_runs(logs, arms, seed)
+        what = f"by {names.setting}" if names.setting else "between seeds"
+        command = format_command("import", *paths, "--output", folder.parent.parent, "--study", folder.name)
+        study = StudyRecord(
+            folder.name,
+            "",
+            AxisRecord(),
+            (),
+            (),
+            {},
+            schema=SCHEMA,
+            question=f"How do these runs differ {what}?",
+            run=folder.name,
+            family="imported",
+            command=command,
+            created_at=datetime.now(UTC).isoformat(),
+        )
+        import_logs(logs, names, folder, study, columns)
+    for note in (*names.notes, *(f"{log.path}: {note}" for log in logs for note in log.notes)):
         print_line(console, note)
-    return folder
