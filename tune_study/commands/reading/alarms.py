@@ -119,7 +119,7 @@ def replay_folder(folder: Path, assignments: Sequence[str]) -> tuple[pd.DataFram
     apply_overrides(RunConfig(), overrides)  # checks the values also if no run has rows
     with as_plan_error(ValueError):
         frames = load(folder)
-    # Thresholds are read from each run, since a threshold may be the axis of the study. Runs of other trainers have none.
+    # Thresholds are read from each run, since a threshold may be the axis of the study. Imported runs have none.
     default_settings = None if study.stop_rules else {}
     thresholds: dict[str, EarlyStopConfig] = {}
     skipped_runs: dict[str, str] = {}
