@@ -29,12 +29,8 @@ def read_json_lines(path: Path, content: bytes) -> RunLog | None:
             broken += 1
             continue
         if isinstance(entry, dict):
-            entries.append(
-                (
-                    number,
-                    entry.get("data") | {"step": entry.get("step")} if isinstance(entry.get("data"), dict) else entry,
-                )
-            )
+            data = entry.get("data")
+            entries.append((number, {**data, "step": entry.get("step")} if isinstance(data, dict) else entry))
     log = _make_log(path, "JSON lines", entries)
     if log and broken:
         log.notes.append(f"{broken} lines are damaged and were skipped, such as the last one of a run that was killed.")

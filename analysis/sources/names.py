@@ -72,7 +72,7 @@ def translate_rows(log: RunLog, own_names: Sequence[Name] = ()) -> list[dict[str
             f"{', '.join(log.keys[:8])}."
         )
     ours = {name.column for name in names}
-    rows, base = [], dict[str, float]()
+    rows, base = list[dict[str, Any]](), dict[str, float]()
     matches: dict[tuple[str, ...], list[tuple[Name, list[list[str]]]]] = {}
     for row in log.rows:
         keys = tuple(row.values)

@@ -343,10 +343,9 @@ def import_runs(
     """Read the logs of other trainers as a study: verl, TRL, prime-rl, tinker and others."""
     from tune_study.commands.reading import importing, results
 
-    console = make_console(quiet=as_json)
+    console, folder = make_console(quiet=as_json), output / "results" / study
     names = importing.parse_columns(column or [], columns or [])
-    typed = format_command("import", *logs, "--output", output, "--study", study)
-    folder, notes = importing.import_study(logs, output, study, arm or [], seed, names, typed)
+    notes = importing.import_study(logs, folder, arm or [], seed, names)
     for note in notes:
         print_line(console, note)
     folder = _make_absolute(folder)

@@ -11,12 +11,13 @@ from rich.console import Console
 from analysis.data.compare import SIGNIFICANCE_LEVEL, collect_outcomes, list_arms, require_single_study, select_runs
 from analysis.data.frames import StudyFrames
 from analysis.data.load import load
-from analysis.sources.importing import import_logs
+from analysis.sources.importing import RunNames, name_runs, read_log
 from analysis.sources.names import Name
 from analysis.stats.estimates import MIN_SEEDS, estimate_deviation
 from analysis.sweep.planned_power import POWER, find_noise_floors
 from analysis.sweep.verdicts import format_number
 from trainable.config.setting_types import format_value
+from tune_study.commands.reading.importing import write_logs
 from tune_study.folder import locate
 from tune_study.host.console import print_line, print_table
 from tune_study.plan.errors import PlanError, as_plan_error
@@ -26,7 +27,7 @@ from tune_study.plan.typed_settings import find_arm
 SEED_COUNTS = (2, 3, 5, 8, 10, 20)
 
 
-def read_frames(sources: Sequence[str], seed_key: str | None, names: Sequence[Name]) -> tuple[StudyFrames, bool]:
+def read_frames(sources: Sequence[str], seed_key: str | None, columns: Sequence[Name]) -> tuple[StudyFrames, bool]:
     """Read one RUN, or logs as `import` does. Return the frames, and whether they are of a RUN.
 
     Raises PlanError if a source cannot be read.
@@ -42,7 +43,11 @@ def read_frames(sources: Sequence[str], seed_key: str | None, names: Sequence[Na
             return load(folder, live=is_running), True
     with tempfile.TemporaryDirectory() as temp_dir, as_plan_error(ValueError):
         folder = Path(temp_dir) / "results" / "logs"
-        import_logs([Path(source) for source in sources], folder, "noise-floor", (), seed_key, names, "", "")
+        logs = [read_log(Path(source)) for source in sources]
+        # Logs without settings are of one setting, since nobody can tell them apart.
+        same = RunNames("", [("all", number) for number in range(len(logs))], [])
+        run_names = name_runs(logs, (), seed_key) if seed_key or any(log.settings for log in logs) else same
+        write_logs(logs, run_names, folder, columns)
         return load(folder), False
 
 
@@ -115,5 +120,5 @@ def print_floors(console: Console, floors: Mapping[str, Any]) -> None:
         console,
         f"An arm that differs from the baseline by so much is called better or worse with a probability of "
         f"{100 * POWER:.0f} % (two-sided {100 * SIGNIFICANCE_LEVEL:.0f} %, one comparison). Brackets, from and to are "
-        "95 %, for the few runs behind the standard deviation.",
+        "95 % intervals: few runs know the standard deviation badly.",
     )
