@@ -133,10 +133,12 @@ def summarize_study(frames: StudyFrames) -> dict[str, Any]:
     """Summarize the verdict on each arm and the end of each run, for other programs (`docs/after_a_study.md`).
 
     A difference is an arm's `outcome` minus the baseline's, with a 95 % interval. collapsed is None where runs do not
-    collapse.
+    collapse. notes: what the report concludes, in sentences.
     """
     (study,), (family,) = require_single_study(frames).studies, frames.families
-    collapses = _find_collapses(frames)
+    report, collapses = find_report(frames), _find_collapses(frames)
+    results = report.make_results(frames, has_labels=False)
+    heading = make_heading(report, results)
     return {
         "study": study.name,
         "baseline": study.baseline,
@@ -150,7 +152,7 @@ def summarize_study(frames: StudyFrames) -> dict[str, Any]:
                 "high": row["difference_high"],
                 **{name: row[name] for name in ("p", "p_holm", "p_equal_holm", "margin")},
             }
-            for row in _list_verdicts(frames)
+            for row in to_records(report.make_verdicts(results))
         ],
         "runs": [
             {
@@ -160,6 +162,7 @@ def summarize_study(frames: StudyFrames) -> dict[str, Any]:
             }
             for run in to_records(frames.runs)
         ],
+        "notes": list(map(format_plain, [*heading.remarks, *heading.lead])),
     }
 
 

@@ -109,7 +109,7 @@ def name_runs(logs: Sequence[RunLog], arm_keys: Sequence[str] = (), seed_key: st
         if len(groups) > 1:
             choice = "; ".join(f"{key} ({_list_values(logs, key)})" for key in candidates[:_MAX_LISTED])
             raise LogError(
-                f"The logs differ in several settings: type --arm with that whose values are arms, in `import`: {choice}."
+                f"The logs differ in several settings: type --arm with that of the arms, in `import`: {choice}."
             )
         axis_keys = [group[0] for group in groups]
         notes += [f"The arms differ in {_list_keys(group)} together." for group in groups if len(group) > 1]

@@ -353,7 +353,8 @@ def import_runs(
         print_error(problem)
         raise typer.Exit(1)
     if as_json:
-        print_json("import", {**results.read_results(folder), "notes": notes})
+        answer = results.read_results(folder)
+        print_json("import", {**answer, "notes": [*notes, *answer["notes"]]})
 
 
 @command(READ, "noise-floor", "logs/seed-*.log")

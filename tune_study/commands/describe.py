@@ -289,7 +289,8 @@ def read_status(folder: Path, location: str, study: StudyRecord, is_running: boo
                 "run": entry.run_id,
                 "arm": entry.arm,
                 "seed": entry.seed,
-                "status": status.display_text,
+                "status": status.status,
+                "status_text": status.display_text,
                 "step": step,
                 "steps": total_steps,
                 "value": next((value for value in values if value is not None), None),
@@ -297,7 +298,7 @@ def read_status(folder: Path, location: str, study: StudyRecord, is_running: boo
                 "reason": f"step {step + 1}: {phase}" if phase else status.reason,
             }
         )
-    is_finished = {run["status"] for run in runs} <= set(ENDED_STATUSES)
+    is_finished = {run["status_text"] for run in runs} <= set(ENDED_STATUSES)
     state = "running" if is_running else "finished" if is_finished else "unfinished"
     code_paths = [file.path for file in study.code]
     options = list_resume_options(study.declaration.path if study.declaration else None, code_paths)
@@ -315,14 +316,14 @@ def read_status(folder: Path, location: str, study: StudyRecord, is_running: boo
 
 def print_status(console: Console, status: Mapping[str, Any]) -> None:
     """Print the progress of a study from `read_status`."""
-    counts = Counter(run["status"] for run in status["runs"])
+    counts = Counter(run["status_text"] for run in status["runs"])
     runs_text = ", ".join(f"{count} {name}" for name, count in counts.items())
     print_line(console, f"{status['study']} ({status['preset']}): {status['state']}; runs: {runs_text}")
     rows = [
         [
             run["arm"],
             str(run["seed"]),
-            run["status"],
+            run["status_text"],
             f"{run['step']}/{run['steps']}",
             "-" if run["value"] is None else f"{run['value']:.3f}",
             "" if run["collapse_step"] is None else f"at step {run['collapse_step']:g}",
