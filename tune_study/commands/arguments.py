@@ -26,10 +26,11 @@ _SECTIONS = {
     "gpus": "Placement",
     "max_hours": "Start and end",
     "output": "Files",
+    "as_json": "Files",
     "help": "Help",
 }
 """The sections of a long help, each with the options from one of these on."""
-_LONG_HELP = 20
+_LONG_HELP = 21
 """Number of parameters from which on a help has sections."""
 
 
