@@ -26,6 +26,7 @@ FAMILIES: Mapping[str, str] = {
     "gradient_variance": "sandboxes.distillation.family:GRADIENT_VARIANCE",
     "vector_rewards": "sandboxes.vector_rewards.study:VECTOR_REWARDS",
     "pedagogy": "sandboxes.pedagogy.study:PEDAGOGY",
+    "imported": "search_spaces.language_model.family:IMPORTED",
 }
 """Maps the name of a family in study.json to its `Family`."""
 
@@ -105,7 +106,7 @@ class Family:
     config_class: type[BaseRunConfig]
     """Configuration of a run."""
     trainable: str
-    """The tune.Trainable for these configurations, as "module:CLASS"."""
+    """The tune.Trainable for these configurations, as "module:CLASS". Empty for runs that were trained elsewhere."""
     presets: Mapping[str, Preset]
     make_template_values: Callable[[Any], dict[str, str]]
     """Called with a configuration. Returns the values that name templates may use."""
@@ -135,7 +136,9 @@ class Family:
     description: Any = None
     """For toy studies, the `sandboxes.toys.study.Description` that their report reads."""
     own_prefixes: tuple[str, ...] = ()
-    """Prefixes of columns that are not in `step_columns`: the measures of plug-in games."""
+    """Prefixes of columns that are not in `step_columns`: the measures of plug-in games, or of other trainers."""
+    max_own_columns: int = 32
+    """Maximum number of such columns."""
 
     # Requirements of a run.
     get_model_path: Callable[[Any], str | None] = lambda config: None

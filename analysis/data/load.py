@@ -13,7 +13,6 @@ import pandas as pd
 
 from analysis.data.frames import StudyFrames, cast_frame, concat_studies, make_setting_column
 from analysis.data.run_files import (
-    MAX_OWN_COLUMNS,
     flatten_config,
     get_analysis_key,
     get_evaluation_key,
@@ -133,7 +132,7 @@ def make_frames(study: StudyRecord, study_runs: Iterable[RunFiles], folders: tup
         "trials": pd.concat(
             [_make_frame(trials, schemas["trials"]), pd.DataFrame(settings, index=range(len(runs)))], axis=1
         ),
-        "steps": _make_frame(steps, [*schemas["steps"], *own_columns[:MAX_OWN_COLUMNS]]),
+        "steps": _make_frame(steps, [*schemas["steps"], *own_columns[: family.max_own_columns]]),
         "levels": _make_levels_frame(study, runs, schemas["levels"]),
     }
     for name in ("gradients", "gradient_groups"):

@@ -44,8 +44,8 @@ def is_bool(value: object) -> bool:
     return isinstance(value, bool)
 
 
-MAX_OWN_COLUMNS, MAX_OWN_NAME_LENGTH = 32, 80
-"""Limits on the columns that a plug-in game adds: their number, and the length of a name."""
+MAX_OWN_NAME_LENGTH = 80
+"""Maximum length of the name of a column that a plug-in game or another trainer adds."""
 
 _VALIDATORS: dict[str, Callable[[object], bool]] = {
     TEXT: is_text,
@@ -90,16 +90,18 @@ def parse_step_row(row: Row, family: Family) -> Row:
     dtypes = get_schemas(family.name)["steps"]
     names = [column.name for column in family.step_columns if column.name in row]
     valid_values = {name: row[name] for name in names if row[name] is None or _VALIDATORS[dtypes[name]](row[name])}
-    # Measures of a plug-in game.
+    # Measures of a plug-in game, or of another trainer.
     own_names = [
         name
         for name in row
         if name not in dtypes
         and name.startswith(family.own_prefixes)
         and len(name) <= MAX_OWN_NAME_LENGTH
-        and name.isidentifier()
+        and (name.isidentifier() or "" in family.own_prefixes)
     ]
-    own_values = {name: row[name] for name in own_names[:MAX_OWN_COLUMNS] if row[name] is None or is_number(row[name])}
+    own_values = {
+        name: row[name] for name in own_names[: family.max_own_columns] if row[name] is None or is_number(row[name])
+    }
     return {"step": row["step"], **valid_values, **own_values}
 
 

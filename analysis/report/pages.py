@@ -120,15 +120,57 @@ def summarize_runs(frames: StudyFrames) -> dict[str, dict[str, Any]]:
     verdicts = {
         row["arm"]: "baseline" if row["arm"] == study.baseline else row["outcome"] for row in _list_verdicts(frames)
     }
-    (family,) = frames.families
-    ends = find_run_ends(frames) if family.is_fine_tuning else pd.DataFrame(columns=["run_id", "is_collapse"])
-    collapses = dict(zip(ends["run_id"], ends["is_collapse"], strict=True))
+    collapses = _find_collapses(frames)
     summaries = {}
     for run in to_records(frames.trials):
-        collapsed = {"collapsed": bool(collapses[run["run_id"]])} if run["run_id"] in collapses else {}
+        collapsed = {"collapsed": collapses[run["run_id"]]} if run["run_id"] in collapses else {}
         verdict = {"verdict": verdicts[run["arm"]]} if verdicts.get(run["arm"]) else {}
         summaries[run["run_id"]] = {"status": run["status"], "reason": run["reason"], **collapsed, **verdict}
     return summaries
+
+
+def summarize_study(frames: StudyFrames) -> dict[str, Any]:
+    """Summarize the verdict on each arm and the end of each run, for other programs (`docs/after_a_study.md`).
+
+    A difference is an arm's `outcome` minus the baseline's, with a 95 % interval. collapsed is None where runs do not
+    collapse. notes: what the report concludes, in sentences.
+    """
+    (study,), (family,) = require_single_study(frames).studies, frames.families
+    report, collapses = find_report(frames), _find_collapses(frames)
+    results = report.make_results(frames, has_labels=False)
+    heading = make_heading(report, results)
+    return {
+        "study": study.name,
+        "baseline": study.baseline,
+        "outcome": family.primary_column,
+        "arms": [
+            {
+                "arm": row["arm"],
+                "verdict": row["outcome"],
+                "difference": row["difference"],
+                "low": row["difference_low"],
+                "high": row["difference_high"],
+                **{name: row[name] for name in ("p", "p_holm", "p_equal_holm", "margin")},
+            }
+            for row in to_records(report.make_verdicts(results))
+        ],
+        "runs": [
+            {
+                "run": run["run_id"],
+                **{name: run[name] for name in ("arm", "seed", "status", "reason")},
+                "collapsed": collapses.get(run["run_id"]),
+            }
+            for run in to_records(frames.runs)
+        ],
+        "notes": list(map(format_plain, [*heading.remarks, *heading.lead])),
+    }
+
+
+def _find_collapses(frames: StudyFrames) -> dict[str, bool]:
+    """Find whether each run with a training step collapsed, by run_id; empty where runs do not collapse."""
+    (family,) = frames.families
+    ends = find_run_ends(frames) if family.is_fine_tuning else pd.DataFrame(columns=["run_id", "is_collapse"])
+    return {run_id: bool(is_collapse) for run_id, is_collapse in zip(ends["run_id"], ends["is_collapse"], strict=True)}
 
 
 def list_open_arms(frames: StudyFrames) -> list[str]:

@@ -176,6 +176,13 @@ class Heading(NamedTuple):
     """The conclusion in sentences."""
 
 
+VERDICT_COLUMNS = (
+    *("arm", "outcome", "difference", "difference_low", "difference_high"),
+    *("p", "p_holm", "p_equal_holm", "margin"),
+)
+"""Columns of `Report.make_verdicts`: an arm, the word of its verdict, and columns of its test."""
+
+
 @dataclass(frozen=True)
 class Report(Generic[Results_contra]):
     """The report of a family of studies."""
@@ -185,6 +192,6 @@ class Report(Generic[Results_contra]):
     make_heading: Callable[[Results_contra], Heading]
     sections: Sequence[Section[Results_contra]]
     make_verdicts: Callable[[Results_contra], pd.DataFrame]
-    """Returns a row per arm with `arm` and the word of its verdict, `outcome`; empty in a search."""
+    """Returns a row per arm with `VERDICT_COLUMNS`; empty in a search."""
     index_sections: Sequence[Section[Any]] = ()
     """Sections of an index of several studies, which take the frames of all of them."""

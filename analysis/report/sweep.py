@@ -26,6 +26,7 @@ from analysis.report.pages import list_consistency
 from analysis.report.results import SweepResults
 from analysis.report.search import SEARCH
 from analysis.report.section import (
+    VERDICT_COLUMNS,
     Figure,
     Heading,
     Listing,
@@ -654,10 +655,6 @@ SWEEP_REPORT: Report[SweepResults] = Report(
     SweepResults,
     _make_heading,
     (*_RESULTS, *_DETAILS, *_RECORDS),
-    lambda results: (
-        results.summary[["arm", "outcome"]]
-        if not results.search and len(results.summary)
-        else pd.DataFrame(columns=["arm", "outcome"])
-    ),
+    lambda results: results.summary.iloc[: 0 if results.search else None].reindex(columns=VERDICT_COLUMNS),
 )
 """The report of a study that fine-tunes a language model: of one axis, of a grid, or of a search."""

@@ -85,6 +85,21 @@ def make_estimate(
     return Estimate(value, value - half_width, value + half_width, n, se, df, p)
 
 
+def estimate_deviation(values: ArrayLike) -> Estimate:
+    """Estimate the standard deviation of normal numbers (n,), n > 1, with its chi-square interval.
+
+    s^2 = sum (y - mean)^2 / (n - 1), from s sqrt((n - 1) / q_0.975) to s sqrt((n - 1) / q_0.025), where q are quantiles
+    of chi-square with n - 1 degrees of freedom.
+
+    >>> [round(number, 3) for number in estimate_deviation([1.0, 2.0, 3.0])[:3]]
+    [1.0, 0.521, 6.285]
+    """
+    y = np.asarray(values, dtype=float)
+    deviation, df, tail = float(y.std(ddof=1)), y.size - 1, (1 - CONFIDENCE_LEVEL) / 2
+    low, high = (deviation * math.sqrt(df / float(special.chdtri(df, upper))) for upper in (tail, 1 - tail))
+    return Estimate(deviation, low, high, y.size, df=df)
+
+
 class SampleStats(NamedTuple):
     """Summary of n independent numbers: mean and standard deviation (ddof 1)."""
 

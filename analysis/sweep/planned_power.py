@@ -6,6 +6,7 @@ difference and every noise, since scaling all outcomes of a study does not chang
 """
 
 import math
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -14,8 +15,8 @@ from scipy import special
 
 from analysis.data.compare import SIGNIFICANCE_LEVEL, get_margin
 from analysis.data.replicates import find_recorded_values
-from analysis.data.schemas import get_family
-from analysis.stats.estimates import MIN_SEEDS
+from analysis.data.schemas import Row, get_family
+from analysis.stats.estimates import MIN_SEEDS, Estimate
 from analysis.stats.noise import ARM_DOUBT, blend_variances, compute_doubt
 from analysis.stats.sequential import find_fewest_seeds
 from trainable.runs.study_record import StudyRecord
@@ -80,6 +81,24 @@ def find_resolved_difference(study: StudyRecord, num_seeds: int, deviation: floa
     """
     sd = find_recorded_deviation(study) if deviation is None else deviation
     return sd * compute_resolved_ratio(len(study.axis.values), num_seeds)
+
+
+def find_noise_floors(deviation: Estimate, seed_counts: Iterable[int]) -> list[Row]:
+    """Find the least difference of two arms that each number of seeds resolves with a probability of `POWER`.
+
+    deviation: of one run, with its interval (`estimate_deviation`), from which `low` and `high` follow; all three are
+    infinite below `MIN_SEEDS`.
+    """
+    ratios = {count: compute_resolved_ratio(2, count) for count in seed_counts}
+    return [
+        {
+            "seeds": count,
+            "difference": ratio * deviation.value,
+            "low": ratio * deviation.low,
+            "high": ratio * deviation.high,
+        }
+        for count, ratio in ratios.items()
+    ]
 
 
 def describe_power(study: StudyRecord) -> str:

@@ -1,6 +1,7 @@
 """The family of studies that fine-tune a language model with PPO, and the values of their name templates."""
 
 import re
+from dataclasses import replace
 
 from search_spaces.declaration.presets import PRESETS
 from search_spaces.declaration.study import make_value_label
@@ -11,7 +12,7 @@ from trainable.config.own_parts import shorten_part_name
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import EnvConfig
 from trainable.families import DisplayColumn, Family, OutcomeColumn
-from trainable.runs.records import LAST_VALUE_COLUMNS, STEP_COLUMNS, STOP_COLUMNS, TRIAL_COLUMNS
+from trainable.runs.records import IMPORTED_COLUMNS, LAST_VALUE_COLUMNS, STEP_COLUMNS, STOP_COLUMNS, TRIAL_COLUMNS
 from trainable.runs.study_record import Dimension
 
 DEFAULT_ENVIRONMENT = "sokoban"
@@ -144,3 +145,14 @@ PPO = Family(
         DisplayColumn("seconds_step", "seconds", ".2f"),
     ),
 )
+
+IMPORTED = replace(
+    PPO,
+    name="imported",
+    trainable="",
+    step_columns=(*STEP_COLUMNS, *IMPORTED_COLUMNS),
+    own_prefixes=("",),
+    max_own_columns=1_000,
+    outcomes=tuple(outcome for outcome in PPO.outcomes if outcome.column in ("late_val_success", "mean_val_success")),
+)
+"""Runs of other trainers, which `import` has read. Their rows have the trainer's columns beside ours."""

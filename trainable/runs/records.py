@@ -295,6 +295,19 @@ SCHEDULE_COLUMNS: Mapping[str, Column] = {
 """For each setting that may have a schedule, the column of its values."""
 STEP_COLUMNS: tuple[Column, ...] = (*DEFAULT_STEP_COLUMNS, *EXTRA_COLLAPSE_COLUMNS, *SCHEDULE_COLUMNS.values())
 
+IMPORTED_COLUMNS: tuple[Column, ...] = (
+    Column("source", "", "kind of log that the row was read from"),
+    Column("file", "", "the log, as it was typed"),
+    Column("line", "lines", "line of the log on which the row begins"),
+    Column("entropy_sampled", "nats", "minus the mean log-prob of sampled tokens: an estimate of the entropy"),
+    Column("kl_k1", "nats", "estimate of the KL to the reference by log pi - log ref, which may be negative"),
+    Column("kl_estimate", "nats", "KL to the reference by an estimator that the log does not name"),
+    Column("engine_probability_mismatch", "1", "mean difference between the trainer's and the engine's probabilities"),
+    Column("train_truncated", "fraction", "replies of full length / replies"),
+    Column("zero_std_fraction", "fraction", "groups whose rewards are all equal / groups, as the trainer counts them"),
+)
+"""Measured only by other trainers, in runs that `import` has read."""
+
 # Written by the study, in addition to the columns that the trial reports.
 ROW_COLUMNS: tuple[Column, ...] = (
     Column("run_id", "", "name of the run: one configuration with one seed"),

@@ -17,7 +17,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from trainable.config.games import GAMES
 
-_PLACE_METAVARS = ("DIR", "FILE", "RUN", "RUN...", "FOLDER...")
+_PLACE_METAVARS = ("DIR", "FILE", "RUN", "RUN...", "FOLDER...", "LOGS")
 _SECTIONS = {
     "trials": "What to search",
     "preset": "What to run",
@@ -26,10 +26,11 @@ _SECTIONS = {
     "gpus": "Placement",
     "max_hours": "Start and end",
     "output": "Files",
+    "as_json": "Files",
     "help": "Help",
 }
 """The sections of a long help, each with the options from one of these on."""
-_LONG_HELP = 20
+_LONG_HELP = 21
 """Number of parameters from which on a help has sections."""
 
 
@@ -113,6 +114,12 @@ ReadSeed = Annotated[int | None, option("S", "Only runs with this seed.")]
 Output = Annotated[Path, option("DIR", "Parent folder of results/, logs/ and model_saving/.", "--output", "-o")]
 Extend = Annotated[bool, Option("--extend", help="Add new values or seeds to an existing study, or steps to its runs.")]
 DryRun = Annotated[bool, Option("--dry-run", help="Print the plan; start and write nothing.")]
+Json = Annotated[bool, Option("--json", help="Print one JSON object instead, for other programs.")]
+LogSeed = Annotated[str | None, option("KEY", "The setting that is the seed.", "--seed")]
+LogColumns = Annotated[
+    list[str] | None,
+    option("OURS=THEIRS", "A measurement that the tables do not know; repeatable.", "--column"),
+]
 
 
 class StrictGroup(TyperGroup):

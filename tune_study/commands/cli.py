@@ -49,7 +49,7 @@ from tune_study.commands.requests import (
     plan_from_options,
 )
 from tune_study.folder import locate, outputs, study_file
-from tune_study.host.console import make_console, print_error, print_line, show_warnings
+from tune_study.host.console import make_console, print_error, print_json, print_line, show_warnings
 from tune_study.host.gpus import detect_gpus
 from tune_study.host.interrupt import make_interrupt
 from tune_study.host.terminal import finish_output, protect_output
@@ -164,10 +164,14 @@ def settings(
 
 
 @command(READ, "status", "results/kl_sweep_sokoban-tiny")
-def status(run: opt.RunLocation) -> None:
+def status(run: opt.RunLocation, as_json: opt.Json = False) -> None:
     """Show the progress of each run in RUN, and why it ended."""
     with locate.open_for_reading(run) as (folder, is_running):
-        describe.print_status(make_console(), folder, run, study_file.read_study(folder), is_running)
+        answer = describe.read_status(folder, run, study_file.read_study(folder), is_running)
+    if as_json:
+        print_json("status", answer)
+    else:
+        describe.print_status(make_console(), answer)
 
 
 @command(FOLLOW, "new", "my-lr --vary actor.lr=1e-4,3e-4,1e-3")
@@ -185,8 +189,10 @@ def new(
 
 
 @command(MAIN, "run", "kl --kl-values 0,0.01,0.1 --steps 60 --seeds 3 --output out")
-def run(study: opt.StudyName, request: RunRequest, launch: LaunchRequest) -> None:
+def run(study: opt.StudyName, request: RunRequest, launch: LaunchRequest, as_json: opt.Json = False) -> None:
     """Run a study or a suite, or continue it if the output folder contains it."""
+    if as_json and not request.dry_run:
+        raise PlanError("--json prints a plan: type it with --dry-run, or after the runs `report RUN --json`.")
     visible_gpus = detect_gpus(os.environ)
     load_typed_files(request.code or [])
     studies = find_studies(study, request.kl_type, request.accept_changed_file)
@@ -195,7 +201,10 @@ def run(study: opt.StudyName, request: RunRequest, launch: LaunchRequest) -> Non
         return [plan_from_options(chosen, preset, request, source) for chosen, source in studies]
 
     plans = make_plans_that_fit(make_plans, request, launch, visible_gpus)
-    raise typer.Exit(start_studies(plans, launch, visible_gpus, request.dry_run, make_console()))
+    json_command = "run" if as_json else ""
+    raise typer.Exit(
+        start_studies(plans, launch, visible_gpus, request.dry_run, make_console(), json_command=json_command)
+    )
 
 
 @command(FOLLOW, "search", "kl --preset stress --trials 24 --seeds 2 --output out")
@@ -238,6 +247,7 @@ def confirm(
     seeds: Annotated[int, option("N", "Number of fresh seeds for each of the two arms.")] = searching.CONFIRMING_SEEDS,
     extend: opt.Extend = False,
     dry_run: opt.DryRun = False,
+    as_json: opt.Json = False,
     *,
     typed_again: TypedAgain,
     launch: LaunchRequest,
@@ -246,7 +256,13 @@ def confirm(
     own_study = typed_again.load()
     plan = searching.plan_confirmation(run, arm, baseline, seeds, own_study, extend, typed_again.allowed)
     visible_gpus = detect_gpus(os.environ)
-    raise typer.Exit(start_studies([plan], launch, visible_gpus, dry_run, make_console()))
+    console, json_command = (make_console(sys.stderr), "confirm") if as_json else (make_console(), "")
+    exit_code = start_studies([plan], launch, visible_gpus, dry_run, console, json_command=json_command)
+    if as_json and not dry_run:
+        from tune_study.commands.reading import results
+
+        print_json("confirm", results.read_results(plan.folder))
+    raise typer.Exit(exit_code)
 
 
 @command(FILES, "stop", "results/kl_sweep_sokoban-tiny --arm 1")
@@ -286,15 +302,80 @@ def clean(
 def report(
     run: opt.RunLocation,
     study: Annotated[str | None, option("FILE", "A file of yours whose study has sections of its report.")] = None,
+    fail_on: Annotated[
+        str | None, option("LIST", "Exit with 4 if an arm is worse or a run collapsed: worse, collapsed, or both.")
+    ] = None,
+    as_json: opt.Json = False,
 ) -> None:
     """Write the tables and the report of RUN again from its rows."""
+    from tune_study.commands.reading import results
+
+    conditions = () if fail_on is None else results.parse_conditions(fail_on)
     folder = _make_absolute(locate.fetch_for_writing(run))
     sections = load_own_study(study).study.sections if study else ()
     outputs.check_writable(folder, "RUN", "copy the study to a folder that you may write, and type that one")
-    problems = write_results(folder, make_console(), own_sections=sections), locate.push_results(folder, run)
+    console = make_console(quiet=as_json)
+    problems = write_results(folder, console, own_sections=sections), locate.push_results(folder, run)
     if any(problems):
         print_error(" ".join(filter(None, problems)))
         raise typer.Exit(1)
+    if not (as_json or conditions):
+        return
+    answer = results.read_results(folder)
+    if as_json:
+        print_json("report", answer)
+    if failure := results.describe_failures(answer, conditions):
+        print_error(f"tune_study: {failure}")
+        raise typer.Exit(EXIT_CODES["failed check"])
+
+
+@command(READ, "import", "logs/*.log --output imported --arm actor_rollout_ref.actor.kl_loss_coef")
+def import_runs(
+    logs: Annotated[list[Path], argument("LOGS", "Logs of other trainers, one per run.")],
+    output: Annotated[Path, option("DIR", "Folder for results/NAME.")] = Path("imported"),
+    study: Annotated[str, option("NAME", "Name of the study.")] = "imported",
+    arm: Annotated[list[str] | None, option("KEY", "A setting whose values are the arms; repeatable.")] = None,
+    seed: opt.LogSeed = None,
+    column: opt.LogColumns = None,
+    columns: Annotated[list[Path] | None, option("FILE", "A file with a line OURS=THEIRS per measurement.")] = None,
+    as_json: opt.Json = False,
+) -> None:
+    """Read the logs of other trainers as a study: verl, TRL, prime-rl, tinker and others."""
+    from tune_study.commands.reading import importing, results
+
+    console, folder = make_console(quiet=as_json), output / "results" / study
+    names = importing.parse_columns(column or [], columns or [])
+    notes = importing.import_study(logs, folder, arm or [], seed, names)
+    for note in notes:
+        print_line(console, note)
+    folder = _make_absolute(folder)
+    if problem := write_results(folder, console):
+        print_error(problem)
+        raise typer.Exit(1)
+    if as_json:
+        answer = results.read_results(folder)
+        print_json("import", {**answer, "notes": [*notes, *answer["notes"]]})
+
+
+@command(READ, "noise-floor", "logs/seed-*.log")
+def noise_floor(
+    sources: Annotated[
+        list[str], argument("LOGS", "Logs of one setting with several seeds, as `import` reads them; or a RUN.")
+    ],
+    arm: Annotated[str | None, option("A", "The arm whose runs are read; default: the baseline of RUN.")] = None,
+    seed: opt.LogSeed = None,
+    column: opt.LogColumns = None,
+    as_json: opt.Json = False,
+) -> None:
+    """Estimate from runs of one setting which difference a number of seeds can detect."""
+    from tune_study.commands.reading import importing, noise_floor
+
+    frames, is_study = noise_floor.read_frames(sources, seed, importing.parse_columns(column or [], []))
+    answer = noise_floor.estimate_floors(frames, noise_floor.choose_arm(frames, arm, has_baseline=is_study))
+    if as_json:
+        print_json("noise-floor", answer)
+    else:
+        noise_floor.print_floors(make_console(), answer)
 
 
 @command(MAIN, "explain", "results/kl_sweep_sokoban-tiny --arm 0 --seed 1")
@@ -358,11 +439,17 @@ def compare(
         argument("RUN...", "Folders results/<run> or URIs of two studies or more of one family."),
     ],
     to: Annotated[Path, option("FILE", "Where the page is written.")] = Path("comparison.html"),
+    as_json: opt.Json = False,
 ) -> None:
     """Compare studies: which settings differ, and how common arms do."""
     from tune_study.commands.reading import compare as comparing
 
-    comparing.print_comparison(make_console(), comparing.read_comparison(runs), _make_absolute(to))
+    comparison = comparing.read_comparison(runs)
+    page = comparing.write_page(comparison, _make_absolute(to))
+    if as_json:
+        print_json("compare", comparing.summarize_comparison(comparison, page))
+    else:
+        comparing.print_comparison(make_console(), comparison, page)
 
 
 @command(READ, "alarms", "out --first-test-seed 3")
@@ -372,11 +459,16 @@ def alarms(
         argument("FOLDER...", "Output folders, or folders results/<run>, whose studies to read."),
     ],
     first_test_seed: Annotated[int, option("S", "Choose alarms on lower seeds, score them from S on.", min=0)] = 5,
+    as_json: opt.Json = False,
 ) -> None:
     """Show which thresholds would have announced the collapses in FOLDER, and how often wrongly."""
     from tune_study.commands.reading import alarms as recorded_alarms
 
-    recorded_alarms.print_alarms(make_console(), recorded_alarms.read_studies(folders), first_test_seed)
+    answer = recorded_alarms.score_alarms(recorded_alarms.read_studies(folders), first_test_seed)
+    if as_json:
+        print_json("alarms", answer)
+    else:
+        recorded_alarms.print_alarms(make_console(), answer)
 
 
 @command(READ, "replay-stoppers", "results/kl_sweep_sokoban-tiny --set early_stop.variance_ratio=0.2")

@@ -9,7 +9,7 @@ from rich.console import Console
 from trainable.config.command_lines import format_command
 from trainable.runs.episode_lines import RecordedEpisode
 from trainable.runs.study_record import StudyRecord, find_record
-from tune_study.commands.describe import print_status
+from tune_study.commands.describe import print_status, read_status
 from tune_study.commands.reading.transcripts import (
     LEGEND,
     EpisodeChoice,
@@ -48,7 +48,7 @@ def show_demo(console: Console, output: Path) -> str:
     )
     print_line(console, f"  {study.recorded}")
     print_line(console, "")
-    print_status(console, folder, str(folder), study, is_running=False)
+    print_status(console, read_status(folder, str(folder), study, is_running=False))
     print_line(console, "")
     print_line(console, LEGEND)
     for words, run, episode in _choose_episodes(read_run_episodes(folder, study), study.baseline):

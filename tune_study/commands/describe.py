@@ -73,15 +73,20 @@ class PreparedStudy(NamedTuple):
         return format_disk_line(self.disk_budget, self.plan.study_uri)
 
 
-def print_plan(console: Console, study: PreparedStudy) -> None:
-    """Print the plan of a study: runs, resources, steps, paths, memory, and a time estimate where speeds are known."""
+def summarize_plan(study: PreparedStudy) -> dict[str, Any]:
+    """Summarize the plan of a study: its runs, and in lines its resources, steps, paths, memory and time, where known.
+
+    resolved_difference: the smallest one that the seeds probably resolve (`find_resolved_difference`); missing if there
+    is none. memory: missing without GPUs.
+    """
     plan, resource_plan, memory = study.plan, study.resource_plan, study.memory
+    difference, power = _find_power(plan)
     lines = [
         *_describe_runs(plan, resource_plan),
         *_describe_search(plan),
         *_describe_game(plan),
         *describe_signal(plan),
-        *_describe_power(plan),
+        power,
         time_estimate.format_time_line(plan, resource_plan, memory, [gpu.name for gpu in study.used_gpus]),
         study.space_line,
         f"Results: {plan.folder}",
@@ -94,27 +99,60 @@ def print_plan(console: Console, study: PreparedStudy) -> None:
             f"Memory: unknown, because no config.json of a trainable model was found for {plan.model}, and its sizes "
             "are not built in."
         )
-    for line in filter(None, lines):
+    return {
+        "study": plan.study.name,
+        "preset": plan.preset,
+        "model": plan.model,
+        "setting": plan.study.axis.setting,
+        "arms": list(plan.values),
+        "baseline": plan.baseline,
+        "seeds": list(plan.seeds),
+        "resolved_difference": difference,
+        "results": str(plan.folder),
+        "cpus": resource_plan.cpus,
+        "gpu_slots": list(resource_plan.gpu_slots),
+        "max_concurrent": resource_plan.max_concurrent,
+        "disk": {"needed_bytes": study.disk_budget.needed_bytes, "free_bytes": study.disk_budget.free_bytes},
+        "memory": memory
+        and {"peak_bytes": memory.peak, "budget_bytes": memory.budget, "host_bytes": memory.host_bytes},
+        "runs": [
+            {
+                "run": run.run_id,
+                "arm": run.arm,
+                "seed": run.seed,
+                "steps": run.steps,
+                "log": run.log_path.as_posix(),
+                "checkpoints": run.checkpoint_dir.as_posix(),
+            }
+            for run in plan.runs
+        ],
+        "lines": list(filter(None, lines)),
+    }
+
+
+def print_plan(console: Console, plan: StudyPlan, summary: Mapping[str, Any]) -> None:
+    """Print the plan of a study. summary: from `summarize_plan`."""
+    for line in summary["lines"]:
         print_line(console, line)
     if plan.search is not None:
         # A point has no value for a setting whose condition it does not meet.
         settings = list(dict.fromkeys(name for point in plan.points.values() for name in point))
         points = [[arm, *(str(point.get(name, "")) for name in settings)] for arm, point in plan.points.items()]
         print_table(console, ("point", *(name.rpartition(".")[2] for name in settings)), points)
-    rows = [
-        [run.run_id, run.arm, str(run.seed), str(run.steps), run.log_path.as_posix(), run.checkpoint_dir.as_posix()]
-        for run in plan.runs
-    ]
+    rows = [[str(cell) for cell in run.values()] for run in summary["runs"]]
     print_table(console, ("run", "arm", "seed", "steps", "log", "checkpoints"), rows, ("checkpoints", "log", "run"))
 
 
-def _describe_power(plan: StudyPlan) -> list[str]:
-    """Describe what the planned seeds resolve; return nothing if one arm has nothing to be compared with."""
+def _find_power(plan: StudyPlan) -> tuple[float, str]:
+    """Find what the planned seeds resolve: the difference, and a line about it; NaN and no line for a single arm."""
     if len(plan.values) < 2:
-        return []
-    from analysis.sweep.planned_power import describe_power  # imports pandas and SciPy
+        return math.nan, ""
+    from analysis.sweep.planned_power import describe_power, find_resolved_difference  # imports pandas and SciPy
 
-    return [describe_power(make_study_record(plan))]
+    record = make_study_record(plan)
+    # With a test at every look, it depends on how many looks follow.
+    difference = math.nan if plan.max_seeds is not None else find_resolved_difference(record, len(plan.seeds))
+    return difference, describe_power(record)
 
 
 def _describe_search(plan: StudyPlan) -> Iterator[str]:
@@ -221,14 +259,14 @@ def _describe_losses(plan: StudyPlan) -> Iterator[str]:
         yield f"Loss: {'; '.join(texts)}"
 
 
-def print_status(console: Console, folder: Path, location: str, study: StudyRecord, is_running: bool) -> None:
-    """Print whether a study is running, finished or unfinished, and every run with its status.
+def read_status(folder: Path, location: str, study: StudyRecord, is_running: bool) -> dict[str, Any]:
+    """Read whether a study is running, finished or unfinished, and the status of every run.
 
     location: the folder as it was typed, or the URI that its files were fetched from. study: the content of study.json.
     is_running: whether a driver runs the study. Without one, a run with the status `running` was interrupted: its
     driver was killed before it could write another status.
     """
-    family, rows, counts = FAMILIES[study.family], [], Counter[str]()
+    family, runs = FAMILIES[study.family], list[dict[str, Any]]()
     problems: list[tuple[str, str]] = []
     for entry in study.runs:
         run_dir = folder / "runs" / entry.run_id
@@ -239,34 +277,69 @@ def print_status(console: Console, folder: Path, location: str, study: StudyReco
         for note in history.notes:
             warnings.warn(note, DamageWarning, stacklevel=2)
         status, step_rows = history.status, history.rows
-        counts[status.display_text] += 1
         step = step_rows[-1]["step"] if step_rows else 0
         if step_rows:
             problems.append((entry.arm, describe_missing_signal(step_rows)))
         # Rows are read from disk and may be damaged, so values that are not finite numbers are skipped.
         values = (parse_finite(row.get(family.primary_metric)) for row in reversed(step_rows))
-        metric_text = next((f"{value:.3f}" for value in values if value is not None), "-")
         collapse_step = history.find_collapse() if family.is_fine_tuning else math.inf
-        collapse_text = f"at step {collapse_step:g}" if collapse_step < math.inf else ""
         phase = read_phase(run_dir, step + 1) if status.status == "running" else ""
-        reason = f"step {step + 1}: {phase}" if phase else status.reason
-        cells = entry.arm, str(entry.seed), status.display_text, f"{step}/{total_steps}", metric_text
-        rows.append([*cells, collapse_text, reason, entry.run_id])
-    is_finished = counts.keys() <= set(ENDED_STATUSES)
+        runs.append(
+            {
+                "run": entry.run_id,
+                "arm": entry.arm,
+                "seed": entry.seed,
+                "status": status.status,
+                "status_text": status.display_text,
+                "step": step,
+                "steps": total_steps,
+                "value": next((value for value in values if value is not None), None),
+                "collapse_step": None if collapse_step == math.inf else collapse_step,
+                "reason": f"step {step + 1}: {phase}" if phase else status.reason,
+            }
+        )
+    is_finished = {run["status_text"] for run in runs} <= set(ENDED_STATUSES)
     state = "running" if is_running else "finished" if is_finished else "unfinished"
-    runs_text = ", ".join(f"{count} {status}" for status, count in counts.items())
-    print_line(console, f"{study.name} ({study.preset}): {state}; runs: {runs_text}")
-    headings = ["arm", "seed", "status", "step", family.primary_metric, "collapsed", "reason", "run"]
+    code_paths = [file.path for file in study.code]
+    options = list_resume_options(study.declaration.path if study.declaration else None, code_paths)
+    command = format_command("resume", location if is_uri(location) else Path(location), *options)
+    return {
+        "study": study.name,
+        "preset": study.preset,
+        "state": state,
+        "metric": family.primary_metric,
+        "runs": runs,
+        "notes": list(format_signal_problems(problems)),
+        "resume_command": command if state == "unfinished" else None,
+    }
+
+
+def print_status(console: Console, status: Mapping[str, Any]) -> None:
+    """Print the progress of a study from `read_status`."""
+    counts = Counter(run["status_text"] for run in status["runs"])
+    runs_text = ", ".join(f"{count} {name}" for name, count in counts.items())
+    print_line(console, f"{status['study']} ({status['preset']}): {status['state']}; runs: {runs_text}")
+    rows = [
+        [
+            run["arm"],
+            str(run["seed"]),
+            run["status_text"],
+            f"{run['step']}/{run['steps']}",
+            "-" if run["value"] is None else f"{run['value']:.3f}",
+            "" if run["collapse_step"] is None else f"at step {run['collapse_step']:g}",
+            run["reason"],
+            run["run"],
+        ]
+        for run in status["runs"]
+    ]
+    headings = ["arm", "seed", "status", "step", status["metric"], "collapsed", "reason", "run"]
     columns = [column for column in zip(headings, *rows, strict=True) if column[0] != "collapsed" or any(column[1:])]
     headings, *rows = map(list, zip(*columns, strict=True))
     print_table(console, headings, rows, ("run",))
-    for sentence in format_signal_problems(problems):
+    for sentence in status["notes"]:
         print_line(console, sentence)
-    if state == "unfinished":
-        code_paths = [file.path for file in study.code]
-        options = list_resume_options(study.declaration.path if study.declaration else None, code_paths)
-        run = location if is_uri(location) else Path(location)
-        print_line(console, f"Continue with: {format_command('resume', run, *options)}")
+    if status["resume_command"]:
+        print_line(console, f"Continue with: {status['resume_command']}")
 
 
 def print_settings(console: Console, study: Study, *, with_all: bool) -> None:

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from rich.console import Console
 
@@ -16,11 +16,11 @@ from trainable.config.constants import TEACHERS
 from trainable.config.run_config import list_outside_settings
 from trainable.config.setting_types import flatten_settings, format_value
 from trainable.runs.study_record import WandbMode, WandbTarget, check_wandb_project
-from tune_study.commands.describe import PreparedStudy, describe_signal, print_plan
+from tune_study.commands.describe import PreparedStudy, describe_signal, print_plan, summarize_plan
 from tune_study.commands.requests import ChosenPreset, LaunchRequest, StudyRequest, list_assigned_settings
 from tune_study.folder import outputs
 from tune_study.folder.origin import find_last_wandb
-from tune_study.host.console import print_error, print_line
+from tune_study.host.console import print_error, print_json, print_line
 from tune_study.host.gpus import Gpu, count_cpus
 from tune_study.host.interrupt import TimeLimit, make_interrupt, start_time_limit
 from tune_study.host.machine_checks import explain_long_path, find_ray_folder, measure_scratch_space
@@ -69,10 +69,13 @@ def start_studies(
     dry_run: bool,
     console: Console,
     time_limit: TimeLimit | None = None,
+    *,
+    json_command: str = "",
 ) -> int:
     """Check the requirements of all studies, then run them one after another; in a dry run, only print their plans.
 
     visible_gpus: see `Launch`. time_limit: a limit that is already running; None to start one of --max-hours now.
+    json_command: the command whose dry run prints the plans as JSON; empty for text.
     Returns the exit code: 0 if every study returns 0, or that of a misfit for a dry run of a study that does not fit.
     Raises PlanError before anything starts if a study cannot be run.
     """
@@ -100,12 +103,19 @@ def start_studies(
             cpu_options = replace(options, gpus=None)
             launches = [launch if launch.plan.model else launch._replace(options=cpu_options) for launch in launches]
         if dry_run:
-            exit_code = 0
+            summaries = []
             for number, launch in enumerate(launches, start=1):
+                summaries.append(_preview(launch))
+                if json_command:
+                    continue
                 if len(plans) > 1:
                     print_line(console, f"Study {number} of {len(plans)}: {launch.plan.study.name}")
-                exit_code = max(exit_code, _print_plan(launch, console))
-            return exit_code
+                for line in summaries[-1]["notes"]:
+                    print_line(console, line)
+                print_plan(console, launch.plan, summaries[-1])
+            if json_command:
+                print_json(json_command, {"plans": summaries})
+            return 0 if all(summary["fits"] for summary in summaries) else EXIT_CODES["misfit"]
         time_limit = time_limit or start_time_limit(options.max_hours)
         # All studies are checked before the first one starts, so that a suite does not fail hours later.
         studies = [prepare_study(launch) for launch in launches]
@@ -212,8 +222,8 @@ def explain_misfit(
     return "", []
 
 
-def _print_plan(launch: Launch, console: Console) -> int:
-    """Print the plan of a dry run, beginning with what does not fit; return the exit code.
+def _preview(launch: Launch) -> dict[str, Any]:
+    """Summarize the plan of a dry run (`summarize_plan`), whether it fits, and in notes first what does not.
 
     Of the files of this machine only models are checked. Raises PlanError if one is missing and its size is unknown.
     """
@@ -235,10 +245,11 @@ def _print_plan(launch: Launch, console: Console) -> int:
         *(game.explain_shortage(plan) for game in games),
     ]
     notes += describe_teachers(plan.model_paths, os.environ, is_local)
-    for line in filter(None, [*shortages, *notes]):
-        print_line(console, line)
-    print_plan(console, study)
-    return EXIT_CODES["misfit"] if any(shortages) else 0
+    return {
+        **summarize_plan(study),
+        "fits": not any(shortages),
+        "notes": list(filter(None, [*shortages, *notes])),
+    }
 
 
 def _list_models(plan: StudyPlan) -> list[tuple[str, str]]:

@@ -4,10 +4,11 @@ All output of commands goes through a console of `make_console` or through `prin
 characters, because texts and file names in a results folder may come from somebody else.
 """
 
+import json
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
 
@@ -19,12 +20,15 @@ from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
-from trainable.files.json_values import DamageWarning
+from trainable.files.json_values import DamageWarning, parse_finite
 from trainable.files.paths import LINE_CHARACTERS, escape_controls
 from trainable.files.step_phase import STEP_PHASE
 
 _LEGIBLE_WIDTH = 24
 """Width in characters below which prose in a cell is hard to read."""
+
+JSON_SCHEMA = 1
+"""Version of what --json prints. It rises if a key is removed or renamed, or its values change their type."""
 
 SECONDS_PER_PHASE_LINE = 30.0
 """Without a terminal, the least seconds between two progress lines of a long task."""
@@ -48,12 +52,13 @@ class _ControlEscaper(RenderHook):
         return [EscapedRenderable(renderable) for renderable in renderables]
 
 
-def make_console(file: IO[str] | None = None, width: int | None = None) -> Console:
+def make_console(file: IO[str] | None = None, width: int | None = None, *, quiet: bool = False) -> Console:
     """Make a console that never passes control characters in texts on to the terminal.
 
-    file: where it writes; standard output by default. width: in characters; the terminal's by default.
+    file: where it writes; standard output by default. width: in characters; the terminal's by default. quiet: whether
+    it prints nothing.
     """
-    console = Console(file=file, width=width)
+    console = Console(file=file, width=width, quiet=quiet)
     console.push_render_hook(_ControlEscaper())
     return console
 
@@ -61,6 +66,22 @@ def make_console(file: IO[str] | None = None, width: int | None = None) -> Conso
 def print_error(message: str) -> None:
     """Print a message to standard error."""
     print(_escape(message), file=sys.stderr, flush=True)
+
+
+def print_json(command: str, value: Mapping[str, Any]) -> None:
+    """Print what a command computed as a JSON object on standard output. NaN and infinities become null.
+
+    `{"schema": 1, "command": "status", ...}`; characters beyond ASCII, and those that control a terminal, are escaped.
+    """
+    print(json.dumps(_replace_missing({"schema": JSON_SCHEMA, "command": command, **value}), indent=2, allow_nan=False))
+
+
+def _replace_missing(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _replace_missing(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replace_missing(item) for item in value]
+    return parse_finite(value) if isinstance(value, float) else value
 
 
 @contextmanager

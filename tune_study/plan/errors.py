@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-Severity = Literal["remark", "refusal", "misfit"]
-"""A misfit is a lack of memory or disk space."""
+Severity = Literal["remark", "refusal", "misfit", "failed check"]
+"""A misfit is a lack of memory or disk space. A failed check is a result that `report --fail-on` names."""
 
-EXIT_CODES: Mapping[Severity, int] = {"remark": 0, "refusal": 2, "misfit": 3}
+EXIT_CODES: Mapping[Severity, int] = {"remark": 0, "refusal": 2, "misfit": 3, "failed check": 4}
 """The exit code of a command that finds such a problem."""
 
 

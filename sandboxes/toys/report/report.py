@@ -28,7 +28,19 @@ from analysis.report.common import (
     make_runs_table,
 )
 from analysis.report.search import SEARCH
-from analysis.report.section import Figure, Heading, Listing, Report, Section, Table, TableColumn, name, number, text
+from analysis.report.section import (
+    VERDICT_COLUMNS,
+    Figure,
+    Heading,
+    Listing,
+    Report,
+    Section,
+    Table,
+    TableColumn,
+    name,
+    number,
+    text,
+)
 from analysis.sweep import findings, series
 from analysis.sweep.verdicts import format_interval, format_signed, format_signed_4, is_missing
 from sandboxes.toys.published.cells import POOLED
@@ -370,8 +382,10 @@ TOY_REPORT: Report[ToyResults] = Report(
         Section("runs", "All runs", tables=_make_run_tables),
         Section("reproduce", "Reproduce", sentences=list_command_sentences, tables=_make_reproduction_tables),
     ),
-    lambda results: tables.select_primary(results.frames, results.differences)[["arm", "verdict"]].rename(
-        columns={"verdict": "outcome"}
+    lambda results: (
+        tables.select_primary(results.frames, results.differences)
+        .rename(columns={"verdict": "outcome"})
+        .reindex(columns=VERDICT_COLUMNS)
     ),
     (INDEX_PUBLISHED,),
 )

@@ -51,26 +51,42 @@ def read_studies(folders: Sequence[Path]) -> list[StudyFrames]:
     return studies
 
 
-def print_alarms(console: Console, studies: Sequence[StudyFrames], first_test_seed: int) -> None:
-    """Print how many runs collapsed, and each symptom's best threshold with its score."""
+def score_alarms(studies: Sequence[StudyFrames], first_test_seed: int) -> dict[str, Any]:
+    """Count how many runs collapsed, and score each symptom's best threshold (`compare_alarms`)."""
     ends = find_distinct_ends(studies)
-    num_repeated = sum(len(find_run_ends(frames)) for frames in studies) - sum(map(len, ends))
-    num_collapsed = sum(int(table["is_collapse"].sum()) for table in ends)
-    num_runs = sum(len(table) for table in ends)
-    repeats = f", without {num_repeated} that repeat a run of another study" if num_repeated else ""
-    studies_text = f"{len(studies)} {'studies' if len(studies) > 1 else 'study'}"
-    print_line(console, f"{studies_text}, {num_runs} runs with rows{repeats}: {num_collapsed} collapsed.")
+    num_runs = sum(map(len, ends))
     table, is_fresh = compare_alarms(studies, first_test_seed)
+    return {
+        "studies": len(studies),
+        "runs": num_runs,
+        "repeated_runs": sum(len(find_run_ends(frames)) for frames in studies) - num_runs,
+        "collapsed": sum(int(table["is_collapse"].sum()) for table in ends),
+        "first_test_seed": first_test_seed,
+        "scored_on_other_seeds": is_fresh,
+        "alarms": to_records(table),
+    }
+
+
+def print_alarms(console: Console, scores: Mapping[str, Any]) -> None:
+    """Print how many runs collapsed, and each symptom's best threshold with its score, from `score_alarms`."""
+    num_studies, num_repeated, first_test_seed = (
+        scores[name] for name in ("studies", "repeated_runs", "first_test_seed")
+    )
+    repeats = f", without {num_repeated} that repeat a run of another study" if num_repeated else ""
+    studies_text = f"{num_studies} {'studies' if num_studies > 1 else 'study'}"
+    print_line(console, f"{studies_text}, {scores['runs']} runs with rows{repeats}: {scores['collapsed']} collapsed.")
     limit = f"false alarms in at most {MAX_FALSE_ALARMS:.0%} of the runs that did not collapse"
-    if table.empty:
+    if not scores["alarms"]:
         nothing = (
-            f"No threshold announces a collapse with {limit}." if num_collapsed else "There is nothing to announce."
+            f"No threshold announces a collapse with {limit}."
+            if scores["collapsed"]
+            else "There is nothing to announce."
         )
         print_line(console, nothing)
         return
-    print_table(console, ("alarm", *_SCORE_COLUMNS), [[row["rule"], *_format_score(row)] for row in to_records(table)])
+    print_table(console, ("alarm", *_SCORE_COLUMNS), [[row["rule"], *_format_score(row)] for row in scores["alarms"]])
     runs, score = f"seeds below {first_test_seed}", "is scored on the other seeds"
-    if not is_fresh:
+    if not scores["scored_on_other_seeds"]:
         runs = "all runs"
         score = (
             f"scored on the same runs, so its numbers are too good: seeds below {first_test_seed} and from there on "
@@ -119,7 +135,8 @@ def replay_folder(folder: Path, assignments: Sequence[str]) -> tuple[pd.DataFram
     apply_overrides(RunConfig(), overrides)  # checks the values also if no run has rows
     with as_plan_error(ValueError):
         frames = load(folder)
-    # Thresholds are read from each run, since a threshold may be the axis of the study.
+    # Thresholds are read from each run, since a threshold may be the axis of the study. Imported runs have none.
+    default_settings = None if study.stop_rules else {}
     thresholds: dict[str, EarlyStopConfig] = {}
     skipped_runs: dict[str, str] = {}
     for run in to_records(frames.trials):
@@ -131,7 +148,7 @@ def replay_folder(folder: Path, assignments: Sequence[str]) -> tuple[pd.DataFram
             skipped_runs[run["run_id"]] = f"no rows ({reasons})"
             continue
         try:
-            own_config = RunConfig(early_stop=EarlyStopConfig.model_validate(settings or None))
+            own_config = RunConfig(early_stop=EarlyStopConfig.model_validate(settings or default_settings))
             thresholds[run["run_id"]] = apply_overrides(own_config, overrides).early_stop
         except ValidationError:
             skipped_runs[run["run_id"]] = "its run.json has no valid early_stop settings"

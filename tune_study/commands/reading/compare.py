@@ -1,9 +1,11 @@
 """The command `compare`: which settings of several studies differ, and how their common arms compare."""
 
+import json
 import string
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -38,11 +40,45 @@ def read_comparison(runs: Sequence[str]) -> Comparison:
         return compare(studies, folders)
 
 
-def print_comparison(console: Console, comparison: Comparison, path: Path) -> None:
-    """Print the studies, differing settings, common arms and verdicts, and write the page to `path`.
+def write_page(comparison: Comparison, path: Path) -> Path:
+    """Write the page of a comparison and return its path. Raises PlanError if it cannot be written."""
+    try:
+        return write_comparison(comparison, path)
+    except OSError as error:
+        reason = error.strerror or error
+        raise PlanError(
+            f"The page cannot be written to {format_value(path, 1000)} ({reason}): type another --to."
+        ) from None
 
-    Raises PlanError if the page cannot be written.
-    """
+
+def summarize_comparison(comparison: Comparison, page: Path) -> dict[str, Any]:
+    """Summarize a comparison for other programs. A setting that a study lacks is missing in its values."""
+    numbers = ("reference", "other", "difference", "difference_low", "difference_high", "p", "p_holm", "p_equal_holm")
+    return {
+        "reference": comparison.reference,
+        "outcome": comparison.outcome.name,
+        "studies": comparison.describe_studies(),
+        "settings": [
+            {
+                "setting": row["setting"],
+                "values": {label: json.loads(row[label]) for label in comparison.studies if row[label]},
+            }
+            for row in to_records(comparison.settings)
+        ],
+        "arms": [
+            {
+                **{name: row[name] for name in ("study", "arm", "other_arm", "verdict")},
+                **{name.removeprefix("difference_"): row[name] for name in numbers},
+            }
+            for row in to_records(comparison.arms)
+        ],
+        "arms_of_one_study": comparison.other_arms,
+        "page": str(page),
+    }
+
+
+def print_comparison(console: Console, comparison: Comparison, page: Path) -> None:
+    """Print the studies, differing settings, common arms, verdicts, and the path of the page."""
     for study in comparison.describe_studies():
         print_line(console, f"{study['label']}: {study['folder']}: {study['statuses']}, seeds {study['seeds']}")
     _print_settings(console, comparison)
@@ -68,13 +104,7 @@ def print_comparison(console: Console, comparison: Comparison, path: Path) -> No
         print_line(console, f"Only in {label}: {', '.join(arms)}.")
     for sentence in comparison.describe():
         print_line(console, sentence)
-    try:
-        print_line(console, f"Page: {write_comparison(comparison, path)}")
-    except OSError as error:
-        reason = error.strerror or error
-        raise PlanError(
-            f"The page cannot be written to {format_value(path, 1000)} ({reason}): type another --to."
-        ) from None
+    print_line(console, f"Page: {page}")
 
 
 def _print_settings(console: Console, comparison: Comparison) -> None:

@@ -1,0 +1,208 @@
+"""Turn logs of other trainers into a study folder: which run is which arm and seed, and the files of each."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from analysis.sources.json_logs import read_json_lines, read_trainer_state
+from analysis.sources.logs import LogError, RunLog
+from analysis.sources.names import Name, translate_rows
+from analysis.sources.verl_console import read_verl_console
+from trainable.files.json_lines import write_lines
+from trainable.files.json_values import write_object
+from trainable.files.paths import read_bytes
+from trainable.runs.history import describe_end
+from trainable.runs.run_files import METRICS_FILE
+from trainable.runs.study_record import (
+    RUN_FILE,
+    STATUS_FILE,
+    STUDY_FILE,
+    AxisRecord,
+    RunEntry,
+    RunRecord,
+    StatusRecord,
+    StudyRecord,
+)
+
+READERS: Sequence[Callable[[Path, bytes], RunLog | None]] = (read_trainer_state, read_json_lines, read_verl_console)
+"""Readers of the formats, in the order in which they are tried. Each returns None for a file of another format."""
+MAX_LOG_BYTES = 2**30
+_MAX_LISTED = 12
+"""Maximum number of settings or values that a message lists."""
+
+_IS_NO_ARM = re.compile(
+    r"(experiment|project|run|exp)_?name|(^|[._])(dir|folder|file|files|path|url|port|host|log|logger|wandb|hdfs|resume"
+    r"|timestamp|id|uid)($|[._])|_(dir|folder|url|port|host|id)$"
+)
+"""Settings that name a run or a place, in which runs of one arm differ, too. The path of a model does not count."""
+_SEED = re.compile(r"(^|[._])seed$")
+_TOTAL_STEPS = (
+    "trainer.total_training_steps",
+    "max_steps",
+    "total_training_steps",
+    "num_train_steps",
+    "max_train_steps",
+)
+
+
+class RunNames(NamedTuple):
+    """Which runs the logs are of."""
+
+    setting: str
+    """The setting whose values are the arms; empty if there is one arm."""
+    pairs: list[tuple[str, int]]
+    """Arm and seed of each log, no two alike."""
+    notes: list[str]
+
+
+def read_log(path: Path) -> RunLog:
+    """Read a log, whatever its format. Raise LogError if it is none of an RL run."""
+    try:
+        content = read_bytes(path, MAX_LOG_BYTES)
+    except OSError as error:
+        raise LogError(f"{path} cannot be read: {error.strerror or error}.") from None
+    for read in READERS:
+        log = read(path, content)
+        if log is not None and log.rows:
+            return log
+    raise LogError(
+        f"{path} has no training step in any format that is known here: the console of verl, JSON lines with a `step`, "
+        "or the trainer_state.json of TRL. Give the file with the numbers of each step."
+    )
+
+
+def name_runs(logs: Sequence[RunLog], arm_keys: Sequence[str] = (), seed_key: str | None = None) -> RunNames:
+    """Find arm and seed of each log from the settings that it printed.
+
+    arm_keys: the settings whose values are the arms; by default the only one in which the logs differ, besides seeds,
+    names and places. seed_key: the setting that is the seed; by default the one that is called so. If no log names a
+    seed, every run gets another number, so that no runs of different arms count as a pair.
+
+    Raises LogError with the settings to choose from if they leave open what is an arm, or if two logs are of one run.
+    """
+    keys = dict.fromkeys(key for log in logs for key in log.settings)
+    differing = [key for key in keys if len({str(log.settings.get(key)) for log in logs}) > 1]
+    for key in (*arm_keys, *filter(None, [seed_key])):
+        if key not in keys:
+            raise LogError(
+                f"No log has the setting {key}: those that differ between the logs are {_list_keys(differing)}."
+            )
+    silent_logs = [str(log.path) for log in logs if not log.settings]
+    if silent_logs and len(logs) > 1:
+        raise LogError(
+            f"Arms and seeds are read from the settings that a log prints, and {silent_logs[0]} prints none: type "
+            "--runs FILE, a CSV file with the columns log, arm and seed."
+        )
+    seed_keys = [seed_key] if seed_key else [key for key in differing if _SEED.search(key)]
+    if len(_group_by_partition(logs, seed_keys)) > 1:
+        raise LogError(f"Several settings may be the seed: type --seed with one of {_list_keys(seed_keys)}.")
+    notes, axis_keys = [], list(arm_keys)
+    if not axis_keys:
+        candidates = [
+            key
+            for key in differing
+            if key not in seed_keys and (key.endswith("model.path") or not _IS_NO_ARM.search(key))
+        ]
+        groups = _group_by_partition(logs, candidates)
+        if len(groups) > 1:
+            choice = "; ".join(f"{key} ({_list_values(logs, key)})" for key in candidates[:_MAX_LISTED])
+            raise LogError(
+                f"The logs differ in several settings: type --arm with that of the arms, in `import`: {choice}."
+            )
+        axis_keys = [group[0] for group in groups]
+        notes += [f"The arms differ in {_list_keys(group)} together." for group in groups if len(group) > 1]
+    pairs = [_name_run(log, axis_keys, seed_keys[:1], number) for number, log in enumerate(logs)]
+    if not seed_keys and len(logs) > 1:
+        notes.append("The logs name no seed, so runs are numbered, and no two of different arms count as a pair.")
+    for number, pair in enumerate(pairs):
+        if pair in pairs[:number]:
+            raise LogError(
+                f"{logs[pairs.index(pair)].path} and {logs[number].path} are both of arm {pair[0]} and seed {pair[1]}: "
+                f"leave one out, or type --seed or --arm with one of {_list_keys(differing)}."
+            )
+    return RunNames(" x ".join(axis_keys), pairs, notes)
+
+
+def _name_run(log: RunLog, axis_keys: Sequence[str], seed_keys: Sequence[str], number: int) -> tuple[str, int]:
+    arm = ",".join(_format(log.settings.get(key)) for key in axis_keys) or "all"
+    seed = next((log.settings.get(key) for key in seed_keys), None)
+    return arm, seed if type(seed) is int and 0 <= seed < 2**31 else number
+
+
+def _group_by_partition(logs: Sequence[RunLog], keys: Sequence[str]) -> list[list[str]]:
+    """Group the settings that change together, such as the paths of a model and of its tokenizer."""
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for key in keys:
+        values = [str(log.settings.get(key)) for log in logs]
+        groups.setdefault(tuple(map(values.index, values)), []).append(key)
+    return list(groups.values())
+
+
+def _list_keys(keys: Sequence[str]) -> str:
+    return ", ".join(keys[:_MAX_LISTED]) + (", ..." if len(keys) > _MAX_LISTED else "") if keys else "none"
+
+
+def _list_values(logs: Sequence[RunLog], key: str) -> str:
+    return _list_keys(list(dict.fromkeys(_format(log.settings.get(key)) for log in logs)))
+
+
+def _format(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def import_logs(
+    logs: Sequence[RunLog], names: RunNames, folder: Path, study: StudyRecord, columns: Sequence[Name]
+) -> None:
+    """Write the logs as a study to the new `folder`, with one run each.
+
+    study: what is known of the study beside its runs. columns: see `translate_rows`. Raises LogError before anything is
+    written if the logs lack what arms are compared by.
+    """
+    all_rows = [translate_rows(log, columns) for log in logs]
+    if not any("val_success" in row for rows in all_rows for row in rows):
+        keys = list(dict.fromkeys(key for log in logs for key in log.keys))
+        raise LogError(
+            "No log has the success of a validation, by which arms are compared: type --column val_success=NAME with "
+            f"the measurement to compare, which may be one of the training, of {_list_keys(keys)}."
+        )
+    longest = max(rows[-1]["step"] for rows in all_rows)
+    totals = [_find_total(log) or longest for log in logs]
+    entries: list[RunEntry] = []
+    for (arm, seed), log in zip(names.pairs, logs, strict=True):
+        run_id = re.sub(r"[^\w.=,+-]+", "_", f"{arm}-s{seed}").lstrip(".")[:200]
+        is_taken = any(run_id == entry.run_id for entry in entries)
+        run_id += f"-{len(entries)}" * is_taken
+        entries.append(RunEntry(run_id, arm, seed, study.name, arm, run_id, log=str(log.path)))
+    for entry, log, rows, total in zip(entries, logs, all_rows, totals, strict=True):
+        _write_run(folder / "runs" / entry.run_id, entry, log, rows, total)
+    arms = tuple(dict.fromkeys(arm for arm, _ in names.pairs))
+    record = replace(
+        study,
+        axis=AxisRecord(names.setting or "arm", values=arms),
+        seeds=tuple(sorted({seed for _, seed in names.pairs})),
+        runs=tuple(entries),
+        settings={"trainer": {"total_training_steps": max(totals)}},
+        baseline=arms[0] if len(arms) > 1 else "",
+    )
+    write_object(folder / STUDY_FILE, _to_json(record))
+
+
+def _find_total(log: RunLog) -> int | None:
+    values = (log.settings.get(key) for key in _TOTAL_STEPS)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+
+def _write_run(run_dir: Path, entry: RunEntry, log: RunLog, rows: list[dict[str, Any]], total: int) -> None:
+    run_dir.mkdir(parents=True)
+    settings = {**log.settings, "trainer.total_training_steps": total}
+    write_lines(run_dir / METRICS_FILE, rows)
+    end = describe_end(rows, total)
+    reason = f"its log ends at step {rows[-1]['step']} of {total}" if end.status == "interrupted" else end.reason
+    write_object(run_dir / STATUS_FILE, _to_json(StatusRecord(entry.run_id, end.status, reason)))
+    write_object(run_dir / RUN_FILE, _to_json(RunRecord(**asdict(entry), config=settings)))
+
+
+def _to_json(record: Any) -> dict[str, Any]:
+    return {key: value for key, value in asdict(record).items() if value is not None}

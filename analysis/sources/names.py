@@ -1,0 +1,104 @@
+"""Translate a trainer's names of measurements to ours, with the table `names.csv`."""
+
+import csv
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import translate
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from analysis.sources.logs import LogError, LogRow, RunLog
+
+KEEPS_ZERO = ("train_reward", "val_success", "train_truncated", "zero_std_fraction", "pg_clipfrac", "pg_clipfrac_lower")
+"""Shares and rewards, of which a value printed as 0.000 is 0 up to rounding. In other columns it is missing: a learning
+rate of 1e-6 and a KL of 4e-4 are printed so, too."""
+
+
+class Name(NamedTuple):
+    """One of the trainer's names for a column of ours: a sum of terms, or its complement to 1."""
+
+    column: str
+    terms: tuple[re.Pattern[str], ...]
+    """Patterns of the names whose values are added. The values of all names that match one pattern are averaged."""
+    is_complement: bool = False
+
+
+def parse_name(column: str, key: str) -> Name:
+    """Parse a key of `names.csv`: names with wildcards, joined by ` + `, after `1 - ` for the complement.
+
+    >>> parse_name("zero_std_fraction", "1 - solved_some").is_complement
+    True
+    """
+    terms = key.removeprefix("1 - ").split(" + ")
+    return Name(column, tuple(re.compile(translate(term)) for term in terms), key.startswith("1 - "))
+
+
+@cache
+def read_names() -> Mapping[str, Sequence[Name]]:
+    """Read `names.csv`: by trainer, its names in order of preference."""
+    names: dict[str, list[Name]] = {}
+    with Path(__file__).with_name("names.csv").open() as file:
+        for entry in csv.DictReader(file):
+            names.setdefault(entry["trainer"], []).append(parse_name(entry["column"], entry["key"]))
+    return names
+
+
+def find_trainer(keys: Iterable[str]) -> str:
+    """Find the trainer of whose columns most occur in `keys`; empty if there is none with a reward or a success."""
+    keys = list(keys)
+    columns = {
+        trainer: {name.column for name in names if all(any(map(term.match, keys)) for term in name.terms)}
+        for trainer, names in read_names().items()
+    }
+    trainer = max(columns, key=lambda name: len(columns[name]))
+    return trainer if columns[trainer] & {"train_reward", "val_success"} else ""
+
+
+def translate_rows(log: RunLog, own_names: Sequence[Name] = ()) -> list[dict[str, Any]]:
+    """Make the rows of a run from its log: our columns, then the trainer's under its own names.
+
+    own_names: names that a user has typed, which take precedence. A value before training becomes a column `base_...`
+    of the first step, as in our own runs. What the trainer did not measure stays missing.
+
+    Raises LogError if the log has neither a reward nor a success.
+    """
+    trainer = find_trainer(log.keys)
+    names = [*own_names, *(read_names().get(trainer) or ())]
+    if not trainer and not {"train_reward", "val_success"} & {name.column for name in own_names}:
+        raise LogError(
+            f"{log.path} has steps, but none of the rewards or successes that RL trainers write, so it is no log of an "
+            f"RL run that is known here: type --column train_reward=NAME with one of its names, such as "
+            f"{', '.join(log.keys[:8])}."
+        )
+    ours = {name.column for name in names}
+    rows, base = list[dict[str, Any]](), dict[str, float]()
+    matches: dict[tuple[str, ...], list[tuple[Name, list[list[str]]]]] = {}
+    for row in log.rows:
+        keys = tuple(row.values)
+        if keys not in matches:
+            matches[keys] = [
+                (name, [[key for key in keys if term.match(key)] for term in name.terms]) for name in names
+            ]
+        values = _translate_row(row, matches[keys])
+        if row.step == 0:
+            base |= {f"base_{column}": value for column, value in values.items() if column.startswith("val_")}
+            continue
+        theirs = {f"{trainer}/{key}" if key in ours else key: value for key, value in row.values.items()}
+        values.pop("step", None)
+        origin = {"source": log.format, "file": str(log.path), "line": row.line}
+        rows.append({**theirs, **values, **(base if not rows else {}), "step": row.step, **origin})
+    return rows
+
+
+def _translate_row(row: LogRow, matches: Sequence[tuple[Name, list[list[str]]]]) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for name, keys_by_term in matches:
+        if name.column in values or not all(keys_by_term):
+            continue
+        is_rounded = any(key in row.rounded_zeros for keys in keys_by_term for key in keys)
+        if is_rounded and name.column not in KEEPS_ZERO:
+            continue
+        total = sum(sum(row.values[key] for key in keys) / len(keys) for keys in keys_by_term)
+        values[name.column] = 1 - total if name.is_complement else total
+    return values

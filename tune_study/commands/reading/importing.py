@@ -1,0 +1,70 @@
+"""The command `import`: logs of other trainers become a study that every reading command reads."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from analysis.sources.importing import RunNames, import_logs, name_runs, read_log
+from analysis.sources.logs import LogError, RunLog
+from analysis.sources.names import Name, parse_name
+from trainable.config.command_lines import format_command
+from trainable.config.setting_types import format_value
+from trainable.runs.study_record import SCHEMA, AxisRecord, StudyRecord
+from tune_study.plan.errors import PlanError, as_plan_error
+
+
+def parse_columns(texts: Sequence[str], files: Sequence[Path]) -> list[Name]:
+    """Parse OURS=THEIRS of the command line and, per line, of files, where `#` begins a comment."""
+    lines = list(texts)
+    for path in files:
+        try:
+            lines += [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"{format_value(str(path), 1000)} cannot be read ({error}).") from None
+    names = []
+    for line in lines:
+        column, separator, key = (word.strip() for word in line.partition("="))
+        if not (separator and column and key):
+            raise PlanError(
+                f"{format_value(line)} names no column: type OURS=THEIRS, such as --column val_success=eval/accuracy."
+            )
+        names.append(parse_name(column, key))
+    return names
+
+
+def import_study(
+    paths: Sequence[Path], folder: Path, arms: Sequence[str], seed: str | None, columns: Sequence[Name]
+) -> list[str]:
+    """Write the logs as a study to `folder`, and return what a reader must know about them, in sentences.
+
+    Raises PlanError, before anything is written, if the folder exists, or if the logs cannot be read or told apart.
+    """
+    if folder.exists():
+        raise PlanError(f"{format_value(str(folder), 1000)} exists: type another --study or --output.")
+    command = format_command("import", *paths, "--output", folder.parent.parent, "--study", folder.name)
+    with as_plan_error(LogError):
+        logs = [read_log(path) for path in paths]
+        names = name_runs(logs, arms, seed)
+        write_logs(logs, names, folder, columns, command)
+    return [*names.notes, *(f"{log.path}: {note}" for log in logs for note in log.notes)]
+
+
+def write_logs(
+    logs: Sequence[RunLog], names: RunNames, folder: Path, columns: Sequence[Name], command: str = ""
+) -> None:
+    """Write the logs as a study to `folder` (see `import_logs`). command: the one that writes it again."""
+    study = StudyRecord(
+        folder.name,
+        "",
+        AxisRecord(),
+        (),
+        (),
+        {},
+        schema=SCHEMA,
+        question=f"How do these runs differ {f'by {names.setting}' if names.setting else 'between seeds'}?",
+        run=folder.name,
+        family="imported",
+        command=command,
+        created_at=datetime.now(UTC).isoformat(),
+    )
+    import_logs(logs, names, folder, study, columns)
