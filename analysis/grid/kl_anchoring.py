@@ -49,7 +49,7 @@ def make_kl_table(frames: StudyFrames) -> pd.DataFrame:
     names = [f"config/{name}" for name in list_differing_settings(runs)]
     left_out = {FORM_COLUMN, COEFFICIENT_COLUMN, SWITCH_COLUMN}
     keys = [runs[name].astype(str) for name in (*names, "seed") if name not in left_out]
-    table["match"] = runs.groupby(keys, sort=False).ngroup()
+    table["match"] = runs.groupby(keys, sort=False, dropna=False).ngroup()
     table["last_step"] = table["run_id"].map(steps.groupby("run_id")["step"].max())
     # All runs with one match are measured over the steps of the shortest of them.
     table["last_step"] = table.groupby("match")["last_step"].transform("min")

@@ -1,6 +1,7 @@
 """Tests of the report on k1 as a loss: it follows the runs in both directions, and says nothing without them."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -138,3 +139,13 @@ def test_units_do_not_matter_and_a_reversed_order_flips_the_sign(sets: list[list
     assert scaled_trends["rho"].iloc[0] == pytest.approx(trends["rho"].iloc[0])
     assert scaled_trends["p"].iloc[0] == trends["p"].iloc[0]
     assert reversed_trends["rho"].iloc[0] == pytest.approx(-trends["rho"].iloc[0])
+
+
+def test_a_setting_that_is_null_in_some_runs_tells_them_apart(tmp_path: Path) -> None:
+    frames = make_frames(tmp_path, {"mse": ("5",)})
+    without = kl_anchoring.make_kl_table(frames)
+    is_first = frames.trials.index < len(frames.trials) / 2
+    trials = frames.trials.assign(**{"config/trainer.ref_model_sync_steps": np.where(is_first, 10.0, np.nan)})
+    table = kl_anchoring.make_kl_table(replace(frames, trials=trials))
+    assert len(table) == len(without)
+    assert table["match"].nunique() == 2 * without["match"].nunique()
