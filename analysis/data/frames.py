@@ -179,8 +179,9 @@ class StudyFrames:
 def list_differing_settings(trials: pd.DataFrame) -> list[str]:
     """List the settings in which runs differ, without the seed."""
     names = [name.removeprefix(CONFIG_PREFIX) for name in map(str, trials) if name.startswith(CONFIG_PREFIX)]
-    # As text, because a missing value is not equal to itself.
-    return [name for name in names if name != "seed" and trials[CONFIG_PREFIX + name].astype("str").nunique() > 1]
+    # As text, since the values of a column may have several types. A missing value, such as of a null, is a value, too.
+    texts = {name: trials[CONFIG_PREFIX + name].astype("str") for name in names if name != "seed"}
+    return [name for name, values in texts.items() if values.nunique(dropna=False) > 1]
 
 
 def merge_schemas(families: Iterable[Family], frame_name: str) -> Schema:
