@@ -39,7 +39,7 @@ def read_event_files(files: Sequence[tuple[Path, bytes]]) -> RunLog | None:
                 else:
                     settings |= _read_settings(value)
         if position < len(content):
-            notes.append(f"{path} is damaged after byte {position}, as of a run that was killed: the rest was not read.")
+            notes.append(f"{path} is not whole after byte {position}, as of a killed run: the rest was not read.")
     scalars.sort(key=itemgetter(0))
     # slime's tags have steps of three counters, of which one is also a tag.
     is_slime = any(tag == "rollout/step" for _, _, tag, _ in scalars)

@@ -1,15 +1,18 @@
 """Turn logs of other trainers into a study folder: which run is which arm and seed, and the files of each."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from analysis.sources.csv_logs import read_csv
+from analysis.sources.event_files import read_event_files
 from analysis.sources.json_logs import read_json_lines, read_trainer_state
-from analysis.sources.logs import LogError, RunLog
+from analysis.sources.logs import LogError, RunLog, merge_rows
 from analysis.sources.names import Name, translate_rows
 from analysis.sources.verl_console import read_verl_console
+from analysis.sources.wandb_files import read_wandb_files
 from trainable.files.json_lines import write_lines
 from trainable.files.json_values import write_object
 from trainable.files.paths import read_bytes
@@ -17,7 +20,6 @@ from trainable.runs.history import describe_end
 from trainable.runs.run_files import METRICS_FILE
 from trainable.runs.study_record import (
     RUN_FILE,
-    SCHEMA,
     STATUS_FILE,
     STUDY_FILE,
     AxisRecord,
@@ -27,11 +29,23 @@ from trainable.runs.study_record import (
     StudyRecord,
 )
 
-READERS: Sequence[Callable[[Path, bytes], RunLog | None]] = (read_trainer_state, read_json_lines, read_verl_console)
+READERS: Sequence[Callable[[Path, bytes], RunLog | None]] = (
+    read_trainer_state,
+    read_json_lines,
+    read_verl_console,
+    read_csv,
+)
 """Readers of the formats, in the order in which they are tried. Each returns None for a file of another format."""
+SEVERAL_FILES_READERS: Sequence[Callable[[Sequence[tuple[Path, bytes]]], RunLog | None]] = (
+    read_wandb_files,
+    read_event_files,
+)
+"""Readers of the formats of which a run has several files, in which the order of time counts. They are tried first."""
 MAX_LOG_BYTES = 2**30
+_MAX_LISTED = 12
+"""Maximum number of settings or values that a message lists."""
 
-_NOT_AN_ARM = re.compile(
+_IS_NO_ARM = re.compile(
     r"(experiment|project|run|exp)_?name|(^|[._])(dir|folder|file|files|path|url|port|host|log|logger|wandb|hdfs|resume"
     r"|timestamp|id|uid)($|[._])|_(dir|folder|url|port|host|id)$"
 )
@@ -46,99 +60,120 @@ _TOTAL_STEPS = (
 )
 
 
-class ImportedRun(NamedTuple):
-    """A run of a log."""
+class RunNames(NamedTuple):
+    """Which runs the logs are of."""
 
-    log: RunLog
-    arm: str
-    seed: int
-    rows: list[dict[str, Any]]
+    setting: str
+    """The setting whose values are the arms; empty if there is one arm."""
+    pairs: list[tuple[str, int]]
+    """Arm and seed of each log, no two alike."""
+    notes: list[str]
 
 
-def read_log(path: Path) -> RunLog:
-    """Read a log, whatever its format. Raise LogError if it is none of an RL run."""
-    try:
-        content = read_bytes(path, MAX_LOG_BYTES)
-    except OSError as error:
-        raise LogError(f"{path} cannot be read: {error.strerror or error}.") from None
+def read_log(*paths: Path) -> RunLog:
+    """Read the files of a run, whatever their format. Raise LogError if they are no log of an RL run."""
+    files: list[tuple[Path, bytes]] = []
+    for path in paths:
+        try:
+            files.append((path, read_bytes(path, MAX_LOG_BYTES)))
+        except (OSError, ValueError) as error:
+            raise LogError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    for read_all in SEVERAL_FILES_READERS:
+        if log := read_all(files):
+            return log
+    logs = [_read_file(path, content) for path, content in files]
+    if len(logs) == 1:
+        return logs[0]
+    rows, notes = merge_rows(row for log in logs for row in log.rows)
+    settings = {key: value for log in logs for key, value in log.settings.items()}
+    return RunLog(paths[0], logs[0].format, rows, settings, notes)
+
+
+def _read_file(path: Path, content: bytes) -> RunLog:
     for read in READERS:
         log = read(path, content)
         if log is not None and log.rows:
             return log
     raise LogError(
-        f"{path} has no training step in any format that is known here: the console of verl, JSON lines with a `step`, "
-        "or the trainer_state.json of TRL. Give the file with the numbers of each step."
+        f"{path} has no training step in any format that is known here: the console of verl, JSON lines or a table "
+        "with a `step`, the trainer_state.json of TRL, an event file of TensorBoard, or a .wandb file. Give the file "
+        "with the numbers of each step."
     )
 
 
-def assign_runs(
-    logs: Sequence[RunLog], arm_keys: Sequence[str], seed_key: str | None
-) -> tuple[list[RunLog], str, list[tuple[str, int]], list[str]]:
-    """Find arm and seed of each log from its settings. Return the logs, the setting of the axis, arms and seeds, notes.
+def name_runs(logs: Sequence[RunLog], arm_keys: Sequence[str] = (), seed_key: str | None = None) -> RunNames:
+    """Find arm and seed of each log from the settings that it printed.
 
-    Arms are the values of `arm_keys`; without them, of the setting in which the logs differ. Raises LogError if several
-    settings differ, and none is chosen.
+    arm_keys: the settings whose values are the arms; by default the only one in which the logs differ, besides seeds,
+    names and places. seed_key: the setting that is the seed; by default the one that is called so. If no log names a
+    seed, every run gets another number, so that no runs of different arms count as a pair.
+
+    Raises LogError with the settings to choose from if they leave open what is an arm, or if two logs are of one run.
     """
-    differing = [
-        key
-        for key in dict.fromkeys(key for log in logs for key in log.settings)
-        if len({str(log.settings.get(key)) for log in logs}) > 1
-    ]
-    known_keys = {key for log in logs for key in log.settings}
-    for key in (*arm_keys, *([seed_key] if seed_key else [])):
-        if key not in known_keys:
-            shown = ", ".join(differing[:20]) or "none"
-            raise LogError(f"No log has the setting {key}: the settings that differ between the logs are {shown}.")
-    seed_keys = [key for key in differing if _SEED.search(key)]
-    if seed_key is None and len({_partition(logs, key) for key in seed_keys}) > 1:
-        raise LogError(f"Several settings may be the seed: type --seed with one of {', '.join(seed_keys)}.")
-    chosen_seed = seed_key or (seed_keys[0] if seed_keys else None)
-    notes: list[str] = []
-    candidates = [
-        key
-        for key in differing
-        if key not in seed_keys and key != chosen_seed and (key.endswith("model.path") or not _NOT_AN_ARM.search(key))
-    ]
-    axis_keys = list(arm_keys)
-    if not axis_keys and candidates:
-        by_partition: dict[tuple[str, ...], list[str]] = {}
-        for key in candidates:
-            by_partition.setdefault(_partition(logs, key), []).append(key)
-        if len(by_partition) > 1:
+    keys = dict.fromkeys(key for log in logs for key in log.settings)
+    differing = [key for key in keys if len({str(log.settings.get(key)) for log in logs}) > 1]
+    for key in (*arm_keys, *filter(None, [seed_key])):
+        if key not in keys:
             raise LogError(
-                f"The logs differ in several settings: type --arm with those whose values are the arms, of "
-                f"{', '.join(f'{key} ({_list_values(logs, key)})' for key in candidates[:12])}."
+                f"No log has the setting {key}: those that differ between the logs are {_list_keys(differing)}."
             )
-        (together,) = by_partition.values()
-        axis_keys = together[:1]
-        if len(together) > 1:
-            notes.append(f"The arms differ in {', '.join(together)} together.")
-    arms = [",".join(_format(log.settings.get(key)) for key in axis_keys) or "all" for log in logs]
-    seeds: list[int] = []
-    for index, log in enumerate(logs):
-        seed = log.settings.get(chosen_seed) if chosen_seed else None
-        seeds.append(seed if isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 else index)
-    if chosen_seed is None and len(logs) > 1:
+    silent_logs = [str(log.path) for log in logs if not log.settings]
+    if silent_logs and len(logs) > 1:
+        raise LogError(
+            f"Arms and seeds are read from the settings that a log prints, and {silent_logs[0]} prints none: type "
+            "--runs FILE, a CSV file with the columns log, arm and seed."
+        )
+    seed_keys = [seed_key] if seed_key else [key for key in differing if _SEED.search(key)]
+    if len(_group_by_partition(logs, seed_keys)) > 1:
+        raise LogError(f"Several settings may be the seed: type --seed with one of {_list_keys(seed_keys)}.")
+    notes, axis_keys = [], list(arm_keys)
+    if not axis_keys:
+        candidates = [
+            key
+            for key in differing
+            if key not in seed_keys and (key.endswith("model.path") or not _IS_NO_ARM.search(key))
+        ]
+        groups = _group_by_partition(logs, candidates)
+        if len(groups) > 1:
+            choice = "; ".join(f"{key} ({_list_values(logs, key)})" for key in candidates[:_MAX_LISTED])
+            raise LogError(
+                f"The logs differ in several settings: type --arm with that whose values are arms: {choice}."
+            )
+        axis_keys = [group[0] for group in groups]
+        notes += [f"The arms differ in {_list_keys(group)} together." for group in groups if len(group) > 1]
+    pairs = [_name_run(log, axis_keys, seed_keys[:1], number) for number, log in enumerate(logs)]
+    if not seed_keys and len(logs) > 1:
         notes.append("The logs name no seed, so runs are numbered, and no two of different arms count as a pair.")
-    pairs = list(zip(arms, seeds, strict=True))
-    for index, pair in enumerate(pairs):
-        if pair in pairs[:index]:
-            other = logs[pairs.index(pair)].path
+    for number, pair in enumerate(pairs):
+        if pair in pairs[:number]:
             raise LogError(
-                f"{other} and {logs[index].path} are both of arm {pair[0]} and seed {pair[1]}: leave one out, or type --seed or --arm with a setting in which they differ ({', '.join(differing[:12]) or 'none does'})."
+                f"{logs[pairs.index(pair)].path} and {logs[number].path} are both of arm {pair[0]} and seed {pair[1]}: "
+                f"leave one out, or type --seed or --arm with one of {_list_keys(differing)}."
             )
-    return list(logs), " x ".join(axis_keys), pairs, notes
+    return RunNames(" x ".join(axis_keys), pairs, notes)
 
 
-def _partition(logs: Sequence[RunLog], key: str) -> tuple[str, ...]:
-    """Return which logs share a value of a setting, the same for all settings that change together."""
-    values = [str(log.settings.get(key)) for log in logs]
-    return tuple(str(values.index(value)) for value in values)
+def _name_run(log: RunLog, axis_keys: Sequence[str], seed_keys: Sequence[str], number: int) -> tuple[str, int]:
+    arm = ",".join(_format(log.settings.get(key)) for key in axis_keys) or "all"
+    seed = next((log.settings.get(key) for key in seed_keys), None)
+    return arm, seed if type(seed) is int and 0 <= seed < 2**31 else number
+
+
+def _group_by_partition(logs: Sequence[RunLog], keys: Sequence[str]) -> list[list[str]]:
+    """Group the settings that change together, such as the paths of a model and of its tokenizer."""
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for key in keys:
+        values = [str(log.settings.get(key)) for log in logs]
+        groups.setdefault(tuple(map(values.index, values)), []).append(key)
+    return list(groups.values())
+
+
+def _list_keys(keys: Sequence[str]) -> str:
+    return ", ".join(keys[:_MAX_LISTED]) + (", ..." if len(keys) > _MAX_LISTED else "") if keys else "none"
 
 
 def _list_values(logs: Sequence[RunLog], key: str) -> str:
-    values = list(dict.fromkeys(_format(log.settings.get(key)) for log in logs))
-    return ", ".join(values[:4]) + (", ..." if len(values) > 4 else "")
+    return _list_keys(list(dict.fromkeys(_format(log.settings.get(key)) for log in logs)))
 
 
 def _format(value: object) -> str:
@@ -146,58 +181,40 @@ def _format(value: object) -> str:
 
 
 def import_logs(
-    paths: Sequence[Path],
-    folder: Path,
-    name: str,
-    arm_keys: Sequence[str],
-    seed_key: str | None,
-    own_names: Sequence[Name],
-    command: str,
-    at: str,
-) -> list[str]:
-    """Read the logs, and write them as a study to the new `folder`. Return what a reader must know, in sentences.
+    logs: Sequence[RunLog], names: RunNames, folder: Path, study: StudyRecord, columns: Sequence[Name]
+) -> None:
+    """Write the logs as a study to the new `folder`, with one run each.
 
-    Nothing is written if a log is refused. Raises LogError.
+    study: what is known of the study beside its runs. columns: see `translate_rows`. Raises LogError before anything is
+    written if the logs lack what arms are compared by.
     """
-    logs, setting, pairs, notes = assign_runs([read_log(path) for path in paths], arm_keys, seed_key)
-    all_rows = [translate_rows(log, own_names) for log in logs]
+    all_rows = [translate_rows(log, columns) for log in logs]
     if not any("val_success" in row for rows in all_rows for row in rows):
         keys = list(dict.fromkeys(key for log in logs for key in log.keys))
         raise LogError(
             "No log has the success of a validation, by which arms are compared: type --column val_success=NAME with "
-            f"the measurement to compare, which may be of the training, such as {', '.join(keys[:15])}."
+            f"the measurement to compare, which may be one of the training, of {_list_keys(keys)}."
         )
-    for log in logs:
-        notes += [f"{log.path}: {note}" for note in log.notes]
-    totals = [_find_total(log) for log in logs]
     longest = max(rows[-1]["step"] for rows in all_rows)
+    totals = [_find_total(log) or longest for log in logs]
     entries: list[RunEntry] = []
-    for log, (arm, seed), rows, total in zip(logs, pairs, all_rows, totals, strict=True):
+    for (arm, seed), log in zip(names.pairs, logs, strict=True):
         run_id = re.sub(r"[^\w.=,+-]+", "_", f"{arm}-s{seed}").lstrip(".")[:200]
-        if run_id in {entry.run_id for entry in entries}:
-            run_id += f"-{len(entries)}"
-        entry = RunEntry(run_id, arm, seed, name, label=arm, experiment_name=run_id, log=str(log.path))
-        entries.append(entry)
-        _write_run(folder, entry, log, rows, total or longest)
-    arms = tuple(dict.fromkeys(arm for arm, _ in pairs))
-    study = StudyRecord(
-        name,
-        "",
-        AxisRecord(setting or "arm", values=arms),
-        tuple(sorted({seed for _, seed in pairs})),
-        tuple(entries),
-        {"trainer": {"total_training_steps": max(total or longest for total in totals)}},
-        schema=SCHEMA,
-        run=folder.name,
-        family="imported",
+        is_taken = any(run_id == entry.run_id for entry in entries)
+        run_id += f"-{len(entries)}" * is_taken
+        entries.append(RunEntry(run_id, arm, seed, study.name, arm, run_id, log=str(log.path)))
+    for entry, log, rows, total in zip(entries, logs, all_rows, totals, strict=True):
+        _write_run(folder / "runs" / entry.run_id, entry, log, rows, total)
+    arms = tuple(dict.fromkeys(arm for arm, _ in names.pairs))
+    record = replace(
+        study,
+        axis=AxisRecord(names.setting or "arm", values=arms),
+        seeds=tuple(sorted({seed for _, seed in names.pairs})),
+        runs=tuple(entries),
+        settings={"trainer": {"total_training_steps": max(totals)}},
         baseline=arms[0] if len(arms) > 1 else "",
-        command=command,
-        question=f"How do runs of other trainers differ by {setting}?" if setting else "What did these runs do?",
-        created_at=at,
-        stop_rules=(),
     )
-    write_object(folder / STUDY_FILE, _to_json(study))
-    return notes
+    write_object(folder / STUDY_FILE, _to_json(record))
 
 
 def _find_total(log: RunLog) -> int | None:
@@ -205,15 +222,14 @@ def _find_total(log: RunLog) -> int | None:
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
-def _write_run(folder: Path, entry: RunEntry, log: RunLog, rows: list[dict[str, Any]], total: int) -> None:
-    run_dir = folder / "runs" / entry.run_id
+def _write_run(run_dir: Path, entry: RunEntry, log: RunLog, rows: list[dict[str, Any]], total: int) -> None:
     run_dir.mkdir(parents=True)
     settings = {**log.settings, "trainer.total_training_steps": total}
     write_lines(run_dir / METRICS_FILE, rows)
     end = describe_end(rows, total)
     reason = f"its log ends at step {rows[-1]['step']} of {total}" if end.status == "interrupted" else end.reason
     write_object(run_dir / STATUS_FILE, _to_json(StatusRecord(entry.run_id, end.status, reason)))
-    write_object(run_dir / RUN_FILE, _to_json(RunRecord(**asdict(replace(entry)), config=settings)))
+    write_object(run_dir / RUN_FILE, _to_json(RunRecord(**asdict(entry), config=settings)))
 
 
 def _to_json(record: Any) -> dict[str, Any]:

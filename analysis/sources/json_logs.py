@@ -36,11 +36,11 @@ def read_json_lines(path: Path, content: bytes) -> RunLog | None:
                 broken += 1
     else:
         return None
-    entries = [
-        (number, flatten({**entry["data"], "step": entry.get("step")} if isinstance(entry.get("data"), dict) else entry))
-        for number, entry in objects
-        if isinstance(entry, dict)
-    ]
+    entries = []
+    for number, row in objects:
+        data = row.get("data") if isinstance(row, dict) else None
+        if isinstance(row, dict):
+            entries.append((number, flatten({**data, "step": row.get("step")} if isinstance(data, dict) else row)))
     log = make_log(path, "JSON lines", entries, _read_settings(path.parent, _SETTINGS_FILES))
     if log and broken:
         log.notes.append(f"{broken} lines are damaged and were skipped, such as the last one of a run that was killed.")

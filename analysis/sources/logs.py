@@ -1,4 +1,4 @@
-"""A log of another trainer as it was written: rows of numbers under the trainer's names, and the settings it printed."""
+"""The log of another trainer: rows of numbers under the trainer's names, and the settings that it printed."""
 
 import sys
 from collections import Counter

@@ -66,8 +66,8 @@ def translate_rows(log: RunLog, own_names: Sequence[Name] = ()) -> list[dict[str
     """Make the rows of a run from its log: our columns, then the trainer's under its own names.
 
     own_names: names that a user has typed, which take precedence. A value before training becomes a column `base_...`
-    of the first step, as in our own runs. What the trainer did not measure stays missing. A log that has a reward of the
-    training at step 0 counts from 0, and its steps are counted from 1 here.
+    of the first step, as in our own runs. What the trainer did not measure stays missing. A log that has a reward of
+    the training at step 0 counts from 0, and its steps are counted from 1 here.
 
     Raises LogError if the log has neither a reward nor a success.
     """
@@ -92,7 +92,7 @@ def translate_rows(log: RunLog, own_names: Sequence[Name] = ()) -> list[dict[str
     shift = int(any(row.step == 0 and "train_reward" in values for row, values in translated))
     if shift:
         log.notes.append("The log counts steps from 0, and these rows from 1.")
-    rows, base = [], dict[str, float]()
+    rows, base = list[dict[str, Any]](), dict[str, float]()
     for row, values in translated:
         values.pop("step", None)
         step = max(row.step + shift, 0)

@@ -299,7 +299,9 @@ def report(
 
 @command(READ, "import", "logs/*.log --output imported --arm actor_rollout_ref.actor.kl_loss_coef")
 def import_runs(
-    logs: Annotated[list[Path], argument("LOGS", "Logs of other trainers, one per run.")],
+    logs: Annotated[
+        list[Path] | None, argument("LOGS", "Logs of other trainers, one per run, or folders with them.")
+    ] = None,
     output: Annotated[Path, option("DIR", "Folder for results/NAME.")] = Path("imported"),
     study: Annotated[str, option("NAME", "Name of the study.")] = "imported",
     arm: Annotated[list[str] | None, option("KEY", "A setting whose values are the arms; repeatable.")] = None,
@@ -308,14 +310,16 @@ def import_runs(
         list[str] | None, option("OURS=THEIRS", "A measurement that the tables do not know; repeatable.")
     ] = None,
     columns: Annotated[list[Path] | None, option("FILE", "A file with a line OURS=THEIRS per measurement.")] = None,
+    runs: Annotated[
+        Path | None, option("FILE", "A CSV file with the columns log, arm and seed, in place of LOGS.")
+    ] = None,
 ) -> None:
     """Read the logs of other trainers as a study: verl, TRL, prime-rl, tinker and others."""
     from tune_study.commands.reading import importing
 
-    console = make_console()
+    console, folder = make_console(), output / "results" / study
     names = importing.parse_columns(column or [], columns or [])
-    typed = format_command("import", *logs, "--output", output, "--study", study)
-    folder = importing.import_study(console, logs, output, study, arm or [], seed, names, typed)
+    importing.import_study(console, logs or [], folder, arm or [], seed, names, runs)
     if problem := write_results(_make_absolute(folder), console):
         print_error(problem)
         raise typer.Exit(1)

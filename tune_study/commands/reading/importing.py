@@ -6,10 +6,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from analysis.sources.importing import import_logs
+from analysis.sources.importing import import_logs, name_runs, read_log
+from analysis.sources.log_files import list_runs, read_runs_file
 from analysis.sources.logs import LogError
 from analysis.sources.names import Name, parse_name
+from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
+from trainable.runs.study_record import SCHEMA, AxisRecord, StudyRecord
 from tune_study.host.console import print_line
 from tune_study.plan.errors import PlanError, as_plan_error
 
@@ -35,20 +38,48 @@ def parse_columns(texts: Sequence[str], files: Sequence[Path]) -> list[Name]:
 
 def import_study(
     console: Console,
-    logs: Sequence[Path],
-    output: Path,
-    name: str,
+    paths: Sequence[Path],
+    folder: Path,
     arms: Sequence[str],
     seed: str | None,
-    names: Sequence[Name],
-    command: str,
-) -> Path:
-    """Write the study to OUTPUT/results/NAME, and print what the logs do not say. Return the folder."""
-    folder = output / "results" / name
+    columns: Sequence[Name],
+    runs_file: Path | None = None,
+) -> None:
+    """Write the logs as a study to `folder`, and print what a reader must know about them.
+
+    runs_file: a table of logs, arms and seeds, in place of the others. Raises PlanError, before anything is written, if
+    the folder exists, or if the logs cannot be read or told apart.
+    """
     if folder.exists():
         raise PlanError(f"{format_value(str(folder), 1000)} exists: type another --study or --output.")
+    if runs_file and (paths or arms or seed):
+        raise PlanError("--runs names logs, arms and seeds: type neither LOGS, --arm nor --seed with it.")
+    if not (runs_file or paths):
+        raise PlanError("There is nothing to import: type the logs, or --runs FILE with their names.")
     with as_plan_error(LogError):
-        notes = import_logs(logs, folder, name, arms, seed, names, command, datetime.now(UTC).isoformat())
-    for note in notes:
+        if runs_file:
+            runs, names = read_runs_file(runs_file)
+            logs = [read_log(*run) for run in runs]
+        else:
+            logs = [read_log(*run) for run in list_runs(paths)]
+            names = name_runs(logs, arms, seed)
+        what = f"by {names.setting}" if names.setting else "between seeds"
+        typed = ("--runs", runs_file) if runs_file else paths
+        command = format_command("import", *typed, "--output", folder.parent.parent, "--study", folder.name)
+        study = StudyRecord(
+            folder.name,
+            "",
+            AxisRecord(),
+            (),
+            (),
+            {},
+            schema=SCHEMA,
+            question=f"How do these runs differ {what}?",
+            run=folder.name,
+            family="imported",
+            command=command,
+            created_at=datetime.now(UTC).isoformat(),
+        )
+        import_logs(logs, names, folder, study, columns)
+    for note in (*names.notes, *(f"{log.path}: {note}" for log in logs for note in log.notes)):
         print_line(console, note)
-    return folder
