@@ -94,7 +94,6 @@ def translate_rows(log: RunLog, own_names: Sequence[Name] = ()) -> list[dict[str
         log.notes.append("The log counts steps from 0, and these rows from 1.")
     rows, base = list[dict[str, Any]](), dict[str, float]()
     for row, values in translated:
-        values.pop("step", None)
         step = max(row.step + shift, 0)
         validation = {column: value for column, value in values.items() if column.startswith("val_")}
         if shift and trainer in _VALIDATES_FIRST and row.step >= 0:
