@@ -14,6 +14,7 @@ from sandboxes.vector_rewards import study as vector_rewards
 from trainable.runs.records import (
     GRADIENT_COLUMNS,
     GRADIENT_GROUP_COLUMNS,
+    IMPORTED_COLUMNS,
     ROW_COLUMNS,
     STEP_COLUMNS,
     STOP_COLUMNS,
@@ -25,15 +26,20 @@ PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 HEAD = "| column | unit | meaning | published key |\n|---|---|---|---|\n"
 TABLE = re.compile(re.escape(HEAD) + r"(?:\|.*\n)+")
 
+TWINS = ("as collapse_first_turn_", "as scheduled_")
+"""Beginnings of the meanings of columns that the page describes by their twin alone."""
+
 COLUMNS: Sequence[Column] = (
-    *(*ROW_COLUMNS, *STEP_COLUMNS, *STOP_COLUMNS, *TRIAL_COLUMNS),
+    *ROW_COLUMNS,
+    *(column for column in STEP_COLUMNS if not column.meaning.startswith(TWINS)),
+    *(*IMPORTED_COLUMNS, *STOP_COLUMNS, *TRIAL_COLUMNS),
     *(*GRADIENT_COLUMNS, *GRADIENT_GROUP_COLUMNS),
     *(*update_rules.STEP_COLUMNS, *update_rules.TRIAL_COLUMNS),
     *(*distillation.STEP_COLUMNS, *distillation.TRIAL_COLUMNS),
     *(*vector_rewards.STEP_COLUMNS, *vector_rewards.TRIAL_COLUMNS),
     *(*pedagogy.STEP_COLUMNS, *pedagogy.TRIAL_COLUMNS),
 )
-"""All columns in the order of the page. A table goes on until the column with which the next one begins."""
+"""The columns in the order of the page. A table goes on until the column with which the next one begins."""
 
 
 def format_table(columns: Iterable[Column]) -> str:

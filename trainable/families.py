@@ -21,12 +21,12 @@ Settings = Mapping[str, object]
 
 FAMILIES: Mapping[str, str] = {
     "ppo": "search_spaces.language_model.family:PPO",
-    "imported": "search_spaces.language_model.family:IMPORTED",
     "update_rules": "sandboxes.update_rules.family:UPDATE_RULES",
     "distillation": "sandboxes.distillation.family:DISTILLATION",
     "gradient_variance": "sandboxes.distillation.family:GRADIENT_VARIANCE",
     "vector_rewards": "sandboxes.vector_rewards.study:VECTOR_REWARDS",
     "pedagogy": "sandboxes.pedagogy.study:PEDAGOGY",
+    "imported": "search_spaces.language_model.family:IMPORTED",
 }
 """Maps the name of a family in study.json to its `Family`."""
 
@@ -106,7 +106,7 @@ class Family:
     config_class: type[BaseRunConfig]
     """Configuration of a run."""
     trainable: str
-    """The tune.Trainable for these configurations, as "module:CLASS"."""
+    """The tune.Trainable for these configurations, as "module:CLASS". Empty for runs that were trained elsewhere."""
     presets: Mapping[str, Preset]
     make_template_values: Callable[[Any], dict[str, str]]
     """Called with a configuration. Returns the values that name templates may use."""

@@ -97,7 +97,7 @@ def parse_step_row(row: Row, family: Family) -> Row:
         if name not in dtypes
         and name.startswith(family.own_prefixes)
         and len(name) <= MAX_OWN_NAME_LENGTH
-        and name.isprintable()
+        and (name.isidentifier() or "" in family.own_prefixes)
     ]
     own_values = {
         name: row[name] for name in own_names[: family.max_own_columns] if row[name] is None or is_number(row[name])

@@ -149,6 +149,7 @@ PPO = Family(
 IMPORTED = replace(
     PPO,
     name="imported",
+    trainable="",
     step_columns=(*STEP_COLUMNS, *IMPORTED_COLUMNS),
     own_prefixes=("",),
     max_own_columns=1_000,

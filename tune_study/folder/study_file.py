@@ -18,6 +18,7 @@ from trainable.config.base_config import BaseRunConfig
 from trainable.config.command_lines import format_command
 from trainable.config.run_config import ConfigError, apply_overrides, format_validation_error
 from trainable.config.setting_types import flatten_settings, format_value
+from trainable.families import get_family
 from trainable.files.json_values import DamagedFileError
 from trainable.files.paths import UnsafePathError, lock_file, open_regular
 from trainable.runs.stop_rules import RULES
@@ -156,6 +157,11 @@ def plan_from_folder(
 def _find_declaration(folder: Path, record: StudyRecord, own_study: OwnStudy | None) -> Study:
     """Find the declaration of the study in `folder`; see `plan_from_folder`."""
     name, entry = record.name, record.declaration
+    if not get_family(record.family).trainable:
+        raise PlanError(
+            f"The runs in {folder} were imported from logs of another trainer, so they cannot be continued here: "
+            "`status`, `report`, `explain`, `alarms`, `replay-stoppers` and `compare` read them."
+        )
     if entry is not None:
         if own_study is None:
             raise PlanError(explain_missing_file(folder, entry))

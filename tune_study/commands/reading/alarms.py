@@ -119,7 +119,8 @@ def replay_folder(folder: Path, assignments: Sequence[str]) -> tuple[pd.DataFram
     apply_overrides(RunConfig(), overrides)  # checks the values also if no run has rows
     with as_plan_error(ValueError):
         frames = load(folder)
-    # Thresholds are read from each run, since a threshold may be the axis of the study.
+    # Thresholds are read from each run, since a threshold may be the axis of the study. Imported runs have none.
+    default_settings = None if study.stop_rules else {}
     thresholds: dict[str, EarlyStopConfig] = {}
     skipped_runs: dict[str, str] = {}
     for run in to_records(frames.trials):
@@ -131,7 +132,7 @@ def replay_folder(folder: Path, assignments: Sequence[str]) -> tuple[pd.DataFram
             skipped_runs[run["run_id"]] = f"no rows ({reasons})"
             continue
         try:
-            own_config = RunConfig(early_stop=EarlyStopConfig.model_validate(settings or None))
+            own_config = RunConfig(early_stop=EarlyStopConfig.model_validate(settings or default_settings))
             thresholds[run["run_id"]] = apply_overrides(own_config, overrides).early_stop
         except ValidationError:
             skipped_runs[run["run_id"]] = "its run.json has no valid early_stop settings"

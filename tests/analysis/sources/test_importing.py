@@ -1,0 +1,198 @@
+"""Arms and seeds of logs, and the study that they become."""
+
+from pathlib import Path
+
+import pytest
+
+from analysis.data.load import load
+from analysis.sources.importing import import_logs, name_runs, read_log
+from analysis.sources.logs import LogError, LogRow, RunLog
+from analysis.sources.names import find_trainer, parse_name, read_names, translate_rows
+from tests.analysis.sources.logs import (
+    format_verl_step,
+    make_settings,
+    write_json_lines,
+    write_verl_console,
+    write_verl_run,
+)
+from trainable.runs.records import IMPORTED_COLUMNS, STEP_COLUMNS
+from trainable.runs.study_record import SCHEMA, AxisRecord, StudyRecord
+
+COEFFICIENT = "actor_rollout_ref.actor.kl_loss_coef"
+
+
+def make_log(name: str, **settings: object) -> RunLog:
+    return RunLog(Path(name), "JSON lines", [LogRow(1, {"reward": 0.5}, 1)], settings)
+
+
+def test_the_only_setting_that_differs_is_the_axis_and_seeds_are_known_by_name() -> None:
+    logs = [
+        make_log("a", **{"actor.kl": 0.1, "data.seed": 1, "trainer.experiment_name": "x", "output_dir": "u"}),
+        make_log("b", **{"actor.kl": 0.1, "data.seed": 2, "trainer.experiment_name": "y", "output_dir": "v"}),
+        make_log("c", **{"actor.kl": 0.0, "data.seed": 1, "trainer.experiment_name": "z", "output_dir": "w"}),
+    ]
+    names = name_runs(logs)
+    assert names.setting == "actor.kl"
+    assert names.pairs == [("0.1", 1), ("0.1", 2), ("0", 1)]
+    assert names.notes == []
+
+
+def test_settings_that_change_together_are_one_axis() -> None:
+    logs = [make_log(size, **{"actor.model.path": size, "critic.model.path": size}) for size in ("0.5B", "3B")]
+    names = name_runs(logs)
+    assert names.pairs == [("0.5B", 0), ("3B", 1)]
+    assert names.notes[0] == "The arms differ in actor.model.path, critic.model.path together."
+    assert names.notes[1].startswith("The logs name no seed, so runs are numbered")
+
+
+def test_what_the_settings_leave_open_is_asked_for_with_their_values() -> None:
+    logs = [make_log(f"{lr}-{kl}", lr=lr, kl=kl) for lr in (1e-6, 1e-5) for kl in (0.0, 0.1)]
+    with pytest.raises(LogError, match=r"type --arm with .*: lr \(1e-06, 1e-05\); kl \(0, 0.1\)"):
+        name_runs(logs)
+    assert name_runs(logs, ["lr", "kl"]).pairs[0] == ("1e-06,0", 0)
+    with pytest.raises(LogError, match=r"No log has the setting lrr: those that differ .* are lr, kl"):
+        name_runs(logs, ["lrr"])
+
+
+def test_two_logs_of_one_run_are_refused() -> None:
+    logs = [
+        make_log("a", lr=1.0, seed=1, note="x"),
+        make_log("b", lr=1.0, seed=1, note="y"),
+        make_log("c", lr=2.0, seed=2),
+    ]
+    with pytest.raises(LogError, match="a and b are both of arm 1 and seed 1"):
+        name_runs(logs, ["lr"])
+
+
+def test_two_kinds_of_seeds_are_asked_for() -> None:
+    logs = [
+        make_log("a", **{"data.seed": 1, "env.seed": 1}),
+        make_log("b", **{"data.seed": 1, "env.seed": 2}),
+        make_log("c", **{"data.seed": 2, "env.seed": 2}),
+    ]
+    with pytest.raises(LogError, match=r"type --seed with one of data.seed, env.seed"):
+        name_runs(logs)
+
+
+def test_logs_without_settings_have_no_arms() -> None:
+    with pytest.raises(LogError, match="b prints none: type --runs FILE"):
+        name_runs([make_log("a", lr=1.0), make_log("b")])
+
+
+def test_every_name_of_the_table_is_a_column_of_imported_runs() -> None:
+    columns = {column.name for column in (*STEP_COLUMNS, *IMPORTED_COLUMNS)} | {"step"}
+    assert {name.column for names in read_names().values() for name in names} <= columns
+
+
+@pytest.mark.parametrize(
+    ("keys", "trainer"),
+    [
+        (["critic/score/mean", "actor/entropy", "actor/kl_loss"], "verl"),
+        (["reward", "frac_reward_zero_std", "completions/mean_length", "grad_norm"], "trl"),
+        (["train/agg/all/math/reward/mean", "optim/grad_norm", "mismatch_kl/all/mean"], "prime-rl"),
+        (["env/all/reward/total", "optim/entropy", "progress/batch"], "tinker"),
+        (["train/loss", "train/lr", "val/loss"], ""),
+    ],
+)
+def test_a_trainer_is_known_by_the_names_of_its_measurements(keys: list[str], trainer: str) -> None:
+    assert find_trainer(keys) == trainer
+
+
+def test_sums_complements_and_means_over_data_sets() -> None:
+    values = {
+        "env/all/reward/total": 0.5,
+        "optim/entropy": 0.7,
+        "env/all/by_group/frac_all_good": 0.25,
+        "env/all/by_group/frac_all_bad": 0.5,
+    }
+    (row,) = translate_rows(RunLog(Path("t"), "JSON lines", [LogRow(1, values, 1)]))
+    assert row["zero_std_fraction"] == 0.75
+    assert (row["entropy_sampled"], "entropy" in row) == (0.7, False)
+    prime = {"train/agg/all/m/reward/mean": 0.5, "solved_some": 0.75, "eval/a/avg@4": 0.2, "eval/b/avg@4": 0.4}
+    (row,) = translate_rows(RunLog(Path("p"), "JSON lines", [LogRow(1, prime, 1)]))
+    assert row["zero_std_fraction"] == 0.25
+    assert row["val_success"] == pytest.approx(0.3)
+
+
+def test_typed_names_take_precedence_and_missing_stays_missing() -> None:
+    log = RunLog(Path("t"), "trl", [LogRow(1, {"reward": 0.5, "rewards/solved/mean": 0.25, "entropy": 1.0}, 1)])
+    (row,) = translate_rows(log, [parse_name("val_success", "rewards/solved/mean")])
+    assert (row["val_success"], row["train_reward"]) == (0.25, 0.5)
+    assert "kl_to_reference" not in row  # TRL measures none with beta=0
+
+
+def test_the_frames_of_imported_logs_have_our_columns_and_theirs(tmp_path: Path) -> None:
+    paths = [
+        write_verl_run(tmp_path / f"{number}.log", successes, seed, kl_loss_coef=coefficient)
+        for number, (coefficient, seed, successes) in enumerate(
+            [(0.0, 1, [0.4, 0.5]), (0.0, 2, [0.4, 0.6]), (0.1, 1, [0.5, 0.7]), (0.1, 2, [0.5])]
+        )
+    ]
+    logs = [read_log(path) for path in paths]
+    folder = tmp_path / "out/results/kl"
+    study = StudyRecord("kl", "", AxisRecord(), (), (), {}, schema=SCHEMA, family="imported")
+    import_logs(logs, name_runs(logs), folder, study, ())
+    frames = load(folder)
+    trials = frames.trials.set_index(["arm", "seed"])
+    assert trials["late_val_success"].round(6).to_dict() == {
+        ("0", 1): 0.45,
+        ("0", 2): 0.5,
+        ("0.1", 1): 0.6,
+        ("0.1", 2): 0.5,
+    }
+    assert trials["status"].to_dict() == {
+        ("0", 1): "completed",
+        ("0", 2): "completed",
+        ("0.1", 1): "completed",
+        ("0.1", 2): "interrupted",
+    }
+    assert frames.studies[0].baseline == "0"
+    assert trials[f"config/{COEFFICIENT}"].tolist() == [0.0, 0.0, 0.1, 0.1]
+    steps = frames.steps[frames.steps["run_id"] == "0-s1"]
+    assert steps["val_success"].dropna().tolist() == [0.4, 0.5]
+    assert steps["base_val_success"].dropna().tolist() == [0.25]
+    assert steps["actor/kl_loss"].tolist() == steps["kl_loss"].tolist() == [0.0] * 4
+    assert steps["file"].unique().tolist() == [str(paths[0])]
+
+
+def test_a_log_without_a_success_is_asked_for_one(tmp_path: Path) -> None:
+    path = write_verl_console(
+        tmp_path / "a.log", make_settings(), [format_verl_step(1, {"critic/score/mean": 0.5, "actor/entropy": 1.0})]
+    )
+    study = StudyRecord("s", "", AxisRecord(), (), (), {}, schema=SCHEMA, family="imported")
+    log = read_log(path)
+    with pytest.raises(LogError, match=r"--column val_success=NAME .* of critic/score/mean, actor/entropy"):
+        import_logs([log], name_runs([log]), tmp_path / "out", study, ())
+    assert not (tmp_path / "out").exists()
+    import_logs([log], name_runs([log]), tmp_path / "out", study, [parse_name("val_success", "critic/score/mean")])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "has no training step in any format"),
+        (b"\x89PNG\r\n\x1a\n\0\0", "has no training step in any format"),
+        (b"hello\nstep 3 of 4\n", "has no training step in any format"),
+        (b"step:1 - train/loss:0.046 - val/loss:0.1\n", "none of the rewards or successes that RL trainers write"),
+    ],
+)
+def test_files_that_are_no_rl_run_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.log").write_bytes(content)
+    with pytest.raises(LogError, match=message):
+        translate_rows(read_log(tmp_path / "a.log"))
+
+
+def test_json_lines_are_merged_by_step_and_a_cut_line_is_skipped(tmp_path: Path) -> None:
+    path = write_json_lines(
+        tmp_path / "metrics.jsonl",
+        [{"step": 1, "reward": 0.5}, {"step": 1, "optim": {"grad_norm": 2.0}}, {"step": 2, "data": {"reward": 0.75}}],
+    )
+    path.write_text(path.read_text() + '{"step": 3, "rew')
+    (tmp_path / "config.json").write_text('{"optim": {"lr": 1e-5}, "seed": 4}')
+    log = read_log(path)
+    assert [(row.step, row.values) for row in log.rows] == [
+        (1, {"reward": 0.5, "optim.grad_norm": 2.0}),
+        (2, {"reward": 0.75}),
+    ]
+    assert log.settings == {"optim.lr": 1e-5, "seed": 4}
+    assert "1 lines are damaged" in log.notes[0]

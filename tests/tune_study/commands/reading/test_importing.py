@@ -1,0 +1,77 @@
+"""Tests of the command `import`, and of commands that read what it wrote."""
+
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from tests.analysis.sources.logs import write_verl_run
+from tests.fakes.command_line import get_output, type_in
+
+SUCCESSES = {("0.0", 1): 0.50, ("0.0", 2): 0.55, ("0.0", 3): 0.60, ("0.1", 1): 0.75, ("0.1", 2): 0.90, ("0.1", 3): 0.84}
+FOLDER = "theirs/results/imported"
+
+
+@pytest.fixture
+def study(tmp_path: Path, work_dir: Path) -> str:
+    """Two arms of three seeds, imported into the working folder; the output of the command."""
+    paths = [
+        write_verl_run(tmp_path / f"{arm}-{seed}.log", [success] * 4, seed, kl_loss_coef=float(arm))
+        for (arm, seed), success in SUCCESSES.items()
+    ]
+    return get_output(shlex.join(["import", *map(str, paths), "--output", "theirs"]))
+
+
+def test_the_verdict_is_that_of_a_computation_by_hand(study: str, work_dir: Path) -> None:
+    first, second = (
+        np.array([value for (arm, _), value in SUCCESSES.items() if arm == name]) for name in ("0.0", "0.1")
+    )
+    difference, p_value = float((second - first).mean()), stats.ttest_rel(second, first).pvalue
+    (line,) = [line for line in study.splitlines() if line.startswith("0.1 ") and "completed" in line]
+    assert f"+{difference:.3f}" in line
+    assert p_value < 0.05
+    assert "better" in line
+    assert f"Report: {work_dir / FOLDER / 'report.html'}" in study
+    assert "3 completed" in line
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("status", "trained 8 of 8 steps"),
+        ("explain", "No run collapsed"),
+        ("alarms", "6 runs with rows: 0 collapsed"),
+        ("replay-stoppers", "low_validation_success"),
+    ],
+)
+def test_commands_that_read_studies_read_imported_ones(study: str, command: str, text: str) -> None:
+    assert text in get_output(f"{command} {FOLDER}")
+
+
+def test_compare_reads_imported_studies_and_resume_refuses_them(study: str) -> None:
+    assert "no effect in 0, 0.1" in get_output(f"compare {FOLDER} {FOLDER}")
+    answer = type_in(f"resume {FOLDER} --dry-run")
+    assert (answer.code, "were imported from logs of another trainer" in answer.err) == (2, True)
+
+
+def test_a_study_is_not_written_over_and_a_refused_log_leaves_nothing(
+    study: str, tmp_path: Path, work_dir: Path
+) -> None:
+    log = write_verl_run(tmp_path / "a.log", [0.5])
+    answer = type_in(f"import {log} --output theirs")
+    assert (answer.code, "exists: type another --study or --output" in answer.err) == (2, True)
+    answer = type_in(f"import {log} {tmp_path / 'missing.log'} --output other")
+    assert (answer.code, "missing.log cannot be read: No such file" in answer.err) == (2, True)
+    assert not (work_dir / "other").exists()
+    answer = type_in(f"import {log} --output other --column val_success")
+    assert (answer.code, "type OURS=THEIRS" in answer.err) == (2, True)
+
+
+def test_a_file_of_columns_names_what_the_table_does_not(tmp_path: Path, work_dir: Path) -> None:
+    log = write_verl_run(tmp_path / "a.log", [0.5])
+    (work_dir / "names.txt").write_text("# ours = theirs\nval_success = critic/score/mean\n")
+    out = get_output(f"import {log} --output theirs --columns names.txt")
+    assert "0.300" in out
+    assert "2 completed" not in out
