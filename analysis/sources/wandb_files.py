@@ -38,8 +38,8 @@ def read_wandb_files(files: Sequence[tuple[Path, bytes]]) -> RunLog | None:
     rows: list[tuple[float, int, dict[str, Any]]] = []
     has_exit = False
     for path, content in files:
-        position = 0
-        for number, (position, data) in enumerate(_iter_records(content), 1):  # noqa: B007
+        position = _HEADER_BYTES
+        for number, (position, data) in enumerate(iter_records(content), 1):  # noqa: B007
             record = Record.FromString(data)
             kind = record.WhichOneof("record_type")
             has_exit |= kind == "exit"
@@ -60,10 +60,9 @@ def read_wandb_files(files: Sequence[tuple[Path, bytes]]) -> RunLog | None:
     return log
 
 
-def _iter_records(content: bytes) -> Iterator[tuple[int, bytes]]:
+def iter_records(content: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield the position after each record, and the record, up to the first one that is not whole."""
     position, pieces = _HEADER_BYTES, b""
-    yield position, b""
     while position < len(content):
         left = _BLOCK_BYTES - position % _BLOCK_BYTES
         if left < _CHUNK.size:  # the rest of a block, which no chunk fits into
