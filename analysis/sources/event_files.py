@@ -41,10 +41,14 @@ def read_event_files(files: Sequence[tuple[Path, bytes]]) -> RunLog | None:
         if position < len(content):
             notes.append(f"{path} is not whole after byte {position}, as of a killed run: the rest was not read.")
     scalars.sort(key=itemgetter(0))
-    # slime's tags have steps of three counters, of which one is also a tag.
+    # slime's tags have steps of three counters, by their first word, and the counters are tags, too.
     is_slime = any(tag == "rollout/step" for _, _, tag, _ in scalars)
+
+    def get_counter(scalar: tuple[float, int, str, float]) -> tuple[int, str]:
+        return scalar[1], scalar[2].partition("/")[0] if is_slime else ""
+
     entries = []
-    for number, (step, group) in enumerate(groupby(scalars, key=itemgetter(1)), 1):
+    for number, ((step, _), group) in enumerate(groupby(scalars, key=get_counter), 1):
         values = {tag: value for _, _, tag, value in group if is_slime or tag not in STEP_KEYS}
         entries.append((number, values if is_slime else {**values, "step": step}))
     log = make_log(files[0][0], "TensorBoard events", entries, settings)

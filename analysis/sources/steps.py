@@ -7,6 +7,7 @@ from typing import Any
 from analysis.sources.logs import LogRow, RunLog, merge_rows, to_number
 
 STEP_KEYS = (
+    "step",
     "training/global_step",
     "trainer/global_step",
     "train/global_step",
@@ -14,7 +15,6 @@ STEP_KEYS = (
     "progress/batch",
     "training_step",
     "system/step",
-    "step",
     "global_step",
     "training_iteration",
     "iteration",
@@ -62,7 +62,7 @@ def make_log(
         values = {
             name: number
             for name, value in entry.items()
-            if name not in _COUNTERS and (number := to_number(value)) is not None
+            if name != step_key and name not in _COUNTERS and (number := to_number(value)) is not None
         }
         if step >= -1 and values:
             rows.append(LogRow(int(step), values, line))
