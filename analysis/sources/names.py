@@ -92,6 +92,8 @@ def translate_rows(log: RunLog, own_names: Sequence[Name] = ()) -> list[dict[str
     shift = int(any(row.step == 0 and "train_reward" in values for row, values in translated))
     if shift:
         log.notes.append("The log counts steps from 0, and these rows from 1.")
+    if trainer == "areal":
+        log.notes.append("AReaL never counts back: after a resume, steps of the log may be later than those trained.")
     rows, base = list[dict[str, Any]](), dict[str, float]()
     for row, values in translated:
         step = max(row.step + shift, 0)

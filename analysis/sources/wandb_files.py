@@ -89,5 +89,6 @@ def _parse_items(items: Any) -> dict[str, Any]:
             value = json.loads(item.value_json)
         except ValueError:
             continue
-        values |= flatten({".".join(item.nested_key) or item.key: value})
+        name = ".".join(item.nested_key) or item.key
+        values |= flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return values

@@ -10,7 +10,7 @@ import pytest
 
 from analysis.sources.importing import read_log
 from analysis.sources.logs import LogError, RunLog
-from analysis.sources.names import parse_name, translate_rows
+from analysis.sources.names import find_trainer, parse_name, translate_rows
 from tests.analysis.sources.logs import write_json_lines
 
 HISTORY: list[dict[str, Any]] = [
@@ -209,3 +209,29 @@ def test_rule_11_groups_without_spread_are_a_fraction_and_a_count_is_none(
 ) -> None:
     (row,) = translate_rows(read_log(write_json_lines(tmp_path / "log.jsonl", [{"step": 1, **values}])))
     assert row.get("zero_std_fraction") == fraction
+
+
+@pytest.mark.parametrize(
+    ("trainer", "values"),
+    [
+        ("verl", {"val-core/math/acc/mean@4": 0.5, "critic/score/mean": 1}),
+        ("verl", {"val/math/pass@1": 0.5, "reward/solver/mean": 1, "actor/entropy": 1}),
+        ("trl", {"eval/reward": 0.5, "train/reward": 1, "train/kl": 1, "train/frac_reward_zero_std": 0}),
+        ("openrlhf", {"eval/eval_math_pass1": 0.5, "eval/eval_math_pass8": 9, "train/reward": 1}),
+        ("prime-rl", {"eval/math/all/solver/avg@4": 0.5, "eval/math/effective/solver/avg@4": 9, "entropy/all/mean": 1}),
+        ("skyrl", {"eval/all/avg_score": 0.5, "eval/math/avg_score": 9, "reward/avg_raw_reward": 1}),
+        ("slime", {"eval/math": 0.5, "eval/math/response_len/mean": 9, "eval/math-pass@2": 9, "rollout/raw_reward": 1}),
+        ("areal", {"eval-rollout/reward": 0.5, "ppo_actor/task_reward/avg": 1}),
+        ("tinker", {"test/env/all/reward/total": 0.5, "env/all/reward/total": 1}),
+        ("nemo-rl", {"validation/accuracy": 0.5, "train/reward": 1, "train/gen_kl_error": 1}),
+        ("open-instruct", {"eval/scores": 0.5, "scores": 1, "val/stop_rate": 1}),
+        ("roll", {"val/score/mean": 0.5, "critic/score/mean": 1, "actor/pg_loss@sum": 1}),
+        ("art", {"val/reward": 0.5, "train/reward": 1}),
+    ],
+)
+def test_every_trainer_has_a_success(tmp_path: Path, trainer: str, values: dict[str, float]) -> None:
+    log = read_log(write_json_lines(tmp_path / "log.jsonl", [{"step": 1, **values}]))
+    assert find_trainer(log.keys) == trainer
+    (row,) = translate_rows(log)
+    assert row["val_success"] == 0.5
+    assert any("AReaL" in note for note in log.notes) == (trainer == "areal")
