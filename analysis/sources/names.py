@@ -69,7 +69,7 @@ def translate_rows(log: RunLog, own_names: Sequence[Name] = ()) -> list[dict[str
     of the first step, as in our own runs. What the trainer did not measure stays missing. A log that has a reward of
     the training at step 0 counts from 0, and its steps are counted from 1 here.
 
-    Raises LogError if the log has neither a reward nor a success.
+    Raises LogError if the log has neither a reward nor a success, or no step of the training.
     """
     trainer = find_trainer(log.keys)
     names = [*own_names, *(read_names().get(trainer) or ())]
@@ -113,6 +113,8 @@ def translate_rows(log: RunLog, own_names: Sequence[Name] = ()) -> list[dict[str
         first = {f"base_{column}": value for column, value in base.items()} if not rows else {}
         origin = {"source": log.format, "file": str(log.path), "line": row.line}
         rows.append({**theirs, **values, **first, "step": step, **origin})
+    if not rows:
+        raise LogError(f"{log.path} has no step of the training, only what was measured before it: leave it out.")
     return rows
 
 

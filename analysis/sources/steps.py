@@ -22,8 +22,10 @@ STEP_KEYS = (
 )
 """Names of the training step, in order of preference. Optimizer steps within a rollout, such as slime's `train/step`,
 and the counter of calls of W&B, `_step`, do not count where there is another one."""
-_VALIDATION_KEYS = ("eval/global_step", "eval/step")
-_COUNTERS = {*STEP_KEYS, *_VALIDATION_KEYS, "train/step"}
+_OTHER_KEYS = ("eval/global_step", "eval/step", "progress/batch")
+"""Names of the step in entries without the one of the others, such as those of OpenRLHF's, slime's and tinker's
+validations."""
+_COUNTERS = {*STEP_KEYS, *_OTHER_KEYS, "train/step"}
 
 
 def find_step_key(names: Iterable[str]) -> str:
@@ -56,8 +58,8 @@ def make_log(
         elif step_key == "step" and step_key in entry:
             continue
         else:
-            validation_steps = (to_number(entry.get(key)) for key in _VALIDATION_KEYS)
-            step = next((number for number in validation_steps if number is not None), last_step)
+            others = (to_number(entry.get(key)) for key in _OTHER_KEYS)
+            step = next((number for number in others if number is not None), last_step)
             step = last_step if step == 0 and not rows else step
         values = {
             name: number
@@ -66,7 +68,7 @@ def make_log(
         }
         if step >= -1 and values:
             rows.append(LogRow(int(step), values, line))
-    if last_step < 0:
+    if last_step < 0 or not rows:
         return None
     merged, notes = merge_rows(rows)
     return RunLog(path, format_name, merged, dict(settings), notes)

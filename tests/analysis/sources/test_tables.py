@@ -12,6 +12,7 @@ from analysis.sources.importing import read_log
 from analysis.sources.logs import LogError, RunLog
 from analysis.sources.names import find_trainer, parse_name, translate_rows
 from tests.analysis.sources.logs import write_json_lines
+from tests.analysis.sources.trackers import write_wandb
 
 HISTORY: list[dict[str, Any]] = [
     {"step": 1, "reward": 0.25, "entropy": 1.5, "loss": float("nan")},
@@ -85,7 +86,7 @@ def test_what_is_no_log_is_refused_in_one_paragraph(tmp_path: Path, name: str, c
 
 
 def test_an_export_of_wandb_has_the_step_of_the_trainer_and_not_the_count_of_calls(tmp_path: Path) -> None:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"_step": 0, "_timestamp": 1.0, "eval/reward": 0.1, "train/global_step": 0},
         {"_step": 1, "_timestamp": 2.0, "train/reward": 0.5, "train/kl": 0.01, "train/global_step": 10},
         {"_step": 2, "_timestamp": 3.0, "eval/reward": 0.3, "train/reward": None, "train/global_step": 10},
@@ -118,6 +119,14 @@ def test_rule_5_components_of_prime_rl_write_rows_of_a_step_and_rows_by_time(tmp
     assert not log.notes
 
 
+def test_a_run_that_never_trained_is_refused(tmp_path: Path) -> None:
+    log = read_log(write_json_lines(tmp_path / "log.jsonl", [{"step": 0, "eval_reward": 0.5}]))
+    with pytest.raises(LogError, match="has no step of the training"):
+        translate_rows(log)
+    with pytest.raises(LogError, match="has no training step in any format"):
+        read_log(write_wandb(tmp_path / "run-a.wandb", [{"_step": 1, "text": "a"}]))
+
+
 def test_tinker_counts_from_0_and_validates_before_the_update_of_a_row(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"seed": 3, "model": {"name": "m"}}))
     rows = [
@@ -126,7 +135,7 @@ def test_tinker_counts_from_0_and_validates_before_the_update_of_a_row(tmp_path:
         for step in range(4)
     ]
     log = read_log(
-        write_json_lines(tmp_path / "metrics.jsonl", [*rows, {"step": 4, "test/env/all/reward/total": 0.75}])
+        write_json_lines(tmp_path / "metrics.jsonl", [*rows, {"progress/batch": 4, "test/env/all/reward/total": 0.75}])
     )
     translated = translate_rows(log)
     assert [(row["step"], row["train_reward"], row.get("val_success")) for row in translated] == [
