@@ -97,7 +97,8 @@ test-beside: setup compile
 		2>&1 | while IFS= read -r line; do echo "[tests] $$line"; done
 
 # The files with such tests; tests/conftest.py refuses them elsewhere. To collect all tests takes 15 seconds per process.
-PROCESS_TESTS := tests/faults tests/test_benchmarks.py tests/test_docs.py tests/tune_study/commands/reading/test_watch.py \
+PROCESS_TESTS := tests/analysis/sources/test_writers.py tests/faults tests/test_benchmarks.py tests/test_docs.py \
+	tests/tune_study/commands/reading/test_watch.py \
 	tests/tune_study/commands/test_doctor.py tests/tune_study/placement/test_samplers.py tests/tune_study/studies tests/tune_study/tune
 test-processes: CACHE := -o cache_dir=.pytest_cache/processes
 test-processes: setup compile

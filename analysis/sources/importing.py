@@ -6,10 +6,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from analysis.sources.csv_logs import read_csv
+from analysis.sources.event_files import read_event_files
 from analysis.sources.json_logs import read_json_lines, read_trainer_state
-from analysis.sources.logs import LogError, RunLog
+from analysis.sources.logs import LogError, RunLog, merge_rows
 from analysis.sources.names import Name, translate_rows
 from analysis.sources.verl_console import read_verl_console
+from analysis.sources.wandb_files import read_wandb_files
 from trainable.files.json_lines import write_lines
 from trainable.files.json_values import write_object
 from trainable.files.paths import read_bytes
@@ -26,8 +29,18 @@ from trainable.runs.study_record import (
     StudyRecord,
 )
 
-READERS: Sequence[Callable[[Path, bytes], RunLog | None]] = (read_trainer_state, read_json_lines, read_verl_console)
+READERS: Sequence[Callable[[Path, bytes], RunLog | None]] = (
+    read_trainer_state,
+    read_json_lines,
+    read_verl_console,
+    read_csv,
+)
 """Readers of the formats, in the order in which they are tried. Each returns None for a file of another format."""
+SEVERAL_FILES_READERS: Sequence[Callable[[Sequence[tuple[Path, bytes]]], RunLog | None]] = (
+    read_wandb_files,
+    read_event_files,
+)
+"""Readers of the formats of which a run has several files, in which the order of time counts. They are tried first."""
 MAX_LOG_BYTES = 2**30
 _MAX_LISTED = 12
 """Maximum number of settings or values that a message lists."""
@@ -57,19 +70,34 @@ class RunNames(NamedTuple):
     notes: list[str]
 
 
-def read_log(path: Path) -> RunLog:
-    """Read a log, whatever its format. Raise LogError if it is none of an RL run."""
-    try:
-        content = read_bytes(path, MAX_LOG_BYTES)
-    except OSError as error:
-        raise LogError(f"{path} cannot be read: {error.strerror or error}.") from None
+def read_log(*paths: Path) -> RunLog:
+    """Read the files of a run, whatever their format. Raise LogError if they are no log of an RL run."""
+    files: list[tuple[Path, bytes]] = []
+    for path in paths:
+        try:
+            files.append((path, read_bytes(path, MAX_LOG_BYTES)))
+        except (OSError, ValueError) as error:
+            raise LogError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    for read_all in SEVERAL_FILES_READERS:
+        if log := read_all(files):
+            return log
+    logs = [_read_file(path, content) for path, content in files]
+    if len(logs) == 1:
+        return logs[0]
+    rows, notes = merge_rows(row for log in logs for row in log.rows)
+    settings = {key: value for log in logs for key, value in log.settings.items()}
+    return RunLog(paths[0], logs[0].format, rows, settings, notes)
+
+
+def _read_file(path: Path, content: bytes) -> RunLog:
     for read in READERS:
         log = read(path, content)
         if log is not None and log.rows:
             return log
     raise LogError(
-        f"{path} has no training step in any format that is known here: the console of verl, JSON lines with a `step`, "
-        "or the trainer_state.json of TRL. Give the file with the numbers of each step."
+        f"{path} has no training step in any format that is known here: the console of verl, JSON lines or a table "
+        "with a `step`, the trainer_state.json of TRL, an event file of TensorBoard, or a .wandb file. Give the file "
+        "with the numbers of each step."
     )
 
 

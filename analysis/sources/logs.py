@@ -1,6 +1,6 @@
 """The log of another trainer: rows of numbers under the trainer's names, and the settings that it printed."""
 
-import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class LogRow:
     """The measurements of one training step."""
 
     step: int
-    """0 for what was measured before training."""
+    """As the log counts. What stands before the first step of a log that counts from 0 has -1."""
     values: dict[str, float]
     """By the trainer's name. Missing values are absent."""
     line: int
@@ -49,9 +49,8 @@ class RunLog:
 
 def to_number(value: object) -> float | None:
     """Return a finite number as a float; None for everything else. True and False count as 1 and 0."""
-    if isinstance(value, int | float) and math.isfinite(value):
-        return float(value)
-    return None
+    # The comparison is False for NaN, infinities, and integers that are too large for a float.
+    return float(value) if isinstance(value, int | float) and abs(value) <= sys.float_info.max else None
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -69,31 +68,36 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def merge_rows(rows: Iterable[LogRow]) -> tuple[list[LogRow], list[str]]:
     """Merge the rows of each step, and drop those that a resumed run wrote again. Return rows and notes.
 
-    Some trainers write several rows per step, which belong together. If the step goes back, the run was resumed from a
-    checkpoint: the later rows count, and the earlier ones of the repeated steps do not.
+    Some trainers write several rows per step, which belong together, and their processes write at their own pace. If
+    most measurements of a row have been made at a later step, the run was resumed from a checkpoint: the later rows
+    count, and the earlier ones of the repeated steps do not.
 
     Example:
         >>> rows = [LogRow(1, {"a": 1.0}, 1), LogRow(1, {"b": 2.0}, 2), LogRow(2, {"a": 3.0}, 3)]
         >>> [(row.step, row.values) for row in merge_rows(rows)[0]]
         [(1, {'a': 1.0, 'b': 2.0}), (2, {'a': 3.0})]
     """
-    merged: list[LogRow] = []
+    merged: dict[int, LogRow] = {}
+    last_steps: dict[str, int] = {}
     notes: list[str] = []
     for row in rows:
-        if merged and row.step < merged[-1].step:
+        later = [step for name in row.values if (step := last_steps.get(name, row.step)) > row.step]
+        if 2 * len(later) > len(row.values):
             notes.append(
-                f"At line {row.line} the step goes back from {merged[-1].step} to {row.step}: the run was resumed, and "
+                f"At line {row.line} the step goes back from {max(later)} to {row.step}: the run was resumed, and "
                 "its later rows count."
             )
-            while merged and merged[-1].step >= row.step:
-                merged.pop()
-        if merged and merged[-1].step == row.step:
-            last = merged[-1]
+            merged = {step: earlier for step, earlier in merged.items() if step < row.step}
+            last_steps = {name: min(step, row.step) for name, step in last_steps.items()}
+        last = merged.get(row.step)
+        if last:
             zeros = (last.rounded_zeros - row.values.keys()) | row.rounded_zeros
-            merged[-1] = LogRow(row.step, {**last.values, **row.values}, last.line, zeros)
+            merged[row.step] = LogRow(row.step, {**last.values, **row.values}, last.line, zeros)
         else:
-            merged.append(row)
-    return merged, [*notes, *_describe_gaps([row.step for row in merged if row.step > 0])]
+            merged[row.step] = row
+        last_steps.update(dict.fromkeys(row.values, row.step))
+    steps = sorted(merged)
+    return [merged[step] for step in steps], [*notes, *_describe_gaps([step for step in steps if step > 0])]
 
 
 def _describe_gaps(steps: list[int]) -> list[str]:

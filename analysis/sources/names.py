@@ -15,6 +15,10 @@ KEEPS_ZERO = ("train_reward", "val_success", "train_truncated", "zero_std_fracti
 rate of 1e-6 and a KL of 4e-4 are printed so, too."""
 
 
+_VALIDATES_FIRST = ("tinker", "prime-rl")
+"""Trainers whose validation in a row, counted from 0, was made before the update of that row."""
+
+
 class Name(NamedTuple):
     """One of the trainer's names for a column of ours: a sum of terms, or its complement to 1."""
 
@@ -27,11 +31,14 @@ class Name(NamedTuple):
 def parse_name(column: str, key: str) -> Name:
     """Parse a key of `names.csv`: names with wildcards, joined by ` + `, after `1 - ` for the complement.
 
+    A name that begins with `^` is a regular expression.
+
     >>> parse_name("zero_std_fraction", "1 - solved_some").is_complement
     True
     """
     terms = key.removeprefix("1 - ").split(" + ")
-    return Name(column, tuple(re.compile(translate(term)) for term in terms), key.startswith("1 - "))
+    patterns = tuple(re.compile(term if term.startswith("^") else translate(term)) for term in terms)
+    return Name(column, patterns, key.startswith("1 - "))
 
 
 @cache
@@ -59,9 +66,10 @@ def translate_rows(log: RunLog, own_names: Sequence[Name] = ()) -> list[dict[str
     """Make the rows of a run from its log: our columns, then the trainer's under its own names.
 
     own_names: names that a user has typed, which take precedence. A value before training becomes a column `base_...`
-    of the first step, as in our own runs. What the trainer did not measure stays missing.
+    of the first step, as in our own runs. What the trainer did not measure stays missing. A log that has a reward of
+    the training at step 0 counts from 0, and its steps are counted from 1 here.
 
-    Raises LogError if the log has neither a reward nor a success.
+    Raises LogError if the log has neither a reward nor a success, or no step of the training.
     """
     trainer = find_trainer(log.keys)
     names = [*own_names, *(read_names().get(trainer) or ())]
@@ -72,22 +80,41 @@ def translate_rows(log: RunLog, own_names: Sequence[Name] = ()) -> list[dict[str
             f"{', '.join(log.keys[:8])}."
         )
     ours = {name.column for name in names}
-    rows, base = list[dict[str, Any]](), dict[str, float]()
     matches: dict[tuple[str, ...], list[tuple[Name, list[list[str]]]]] = {}
+    translated: list[tuple[LogRow, dict[str, float]]] = []
     for row in log.rows:
         keys = tuple(row.values)
         if keys not in matches:
             matches[keys] = [
                 (name, [[key for key in keys if term.match(key)] for term in name.terms]) for name in names
             ]
-        values = _translate_row(row, matches[keys])
-        if row.step == 0:
-            base |= {f"base_{column}": value for column, value in values.items() if column.startswith("val_")}
+        translated.append((row, _translate_row(row, matches[keys])))
+    shift = int(any(row.step == 0 and "train_reward" in values for row, values in translated))
+    if shift:
+        log.notes.append("The log counts steps from 0, and these rows from 1.")
+    if trainer == "areal":
+        log.notes.append("AReaL never counts back: after a resume, steps of the log may be later than those trained.")
+    rows, base = list[dict[str, Any]](), dict[str, float]()
+    for row, values in translated:
+        step = max(row.step + shift, 0)
+        validation = {column: value for column, value in values.items() if column.startswith("val_")}
+        if shift and trainer in _VALIDATES_FIRST and row.step >= 0:
+            earlier = base if row.step == 0 else rows[-1] if rows and rows[-1]["step"] == row.step else None
+            if earlier is not None:
+                for column in validation:
+                    earlier[column] = values.pop(column)
+                if not values:
+                    continue
+        elif step == 0:
+            base |= validation
+        if step == 0:
             continue
         theirs = {f"{trainer}/{key}" if key in ours else key: value for key, value in row.values.items()}
-        values.pop("step", None)
+        first = {f"base_{column}": value for column, value in base.items()} if not rows else {}
         origin = {"source": log.format, "file": str(log.path), "line": row.line}
-        rows.append({**theirs, **values, **(base if not rows else {}), "step": row.step, **origin})
+        rows.append({**theirs, **values, **first, "step": step, **origin})
+    if not rows:
+        raise LogError(f"{log.path} has no step of the training, only what was measured before it: leave it out.")
     return rows
 
 

@@ -1,18 +1,14 @@
-"""Read the files of offline W&B runs, which are logs of LevelDB's format with protocol buffers of W&B."""
+"""Read the files of offline W&B runs."""
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from wandb.proto import wandb_internal_pb2
 
-_FILE_HEADER_BYTES = 7
-_BLOCK_BYTES = 32 * 1024
-_HEADER_BYTES = 7
-"""Bytes before each fragment of a record: 4 of a checksum, 2 of a length, 1 of a type."""
-_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+from analysis.sources.wandb_files import iter_records
+
 _MAX_WAIT_S = 30.0
 
 
@@ -32,7 +28,7 @@ class WandbFile(NamedTuple):
 
 def read_wandb_file(path: Path) -> WandbFile:
     run, rows, config, summary, has_ended = None, [], {}, {}, False
-    for data in _scan_records(path.read_bytes()):
+    for _, data in iter_records(path.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         if record.HasField("run"):
@@ -63,17 +59,3 @@ def _read_ended_file(path: Path) -> WandbFile:
         time.sleep(0.02)
     assert file.has_ended, f"{path} has no end"
     return file
-
-
-def _scan_records(content: bytes) -> Iterator[bytes]:
-    position, record = _FILE_HEADER_BYTES, b""
-    while position + _HEADER_BYTES <= len(content):
-        if _BLOCK_BYTES - position % _BLOCK_BYTES < _HEADER_BYTES:  # the rest of a block is padding
-            position += _BLOCK_BYTES - position % _BLOCK_BYTES
-            continue
-        length, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
-        fragment = content[position + _HEADER_BYTES : position + _HEADER_BYTES + length]
-        record = fragment if kind in (_FULL, _FIRST) else record + fragment
-        position += _HEADER_BYTES + length
-        if kind in (_FULL, _LAST):
-            yield record

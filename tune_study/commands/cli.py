@@ -331,13 +331,18 @@ def report(
 
 @command(READ, "import", "logs/*.log --output imported --arm actor_rollout_ref.actor.kl_loss_coef")
 def import_runs(
-    logs: Annotated[list[Path], argument("LOGS", "Logs of other trainers, one per run.")],
+    logs: Annotated[
+        list[Path] | None, argument("LOGS", "Logs of other trainers, one per run, or folders with them.")
+    ] = None,
     output: Annotated[Path, option("DIR", "Folder for results/NAME.")] = Path("imported"),
     study: Annotated[str, option("NAME", "Name of the study.")] = "imported",
     arm: Annotated[list[str] | None, option("KEY", "A setting whose values are the arms; repeatable.")] = None,
     seed: opt.LogSeed = None,
     column: opt.LogColumns = None,
     columns: Annotated[list[Path] | None, option("FILE", "A file with a line OURS=THEIRS per measurement.")] = None,
+    runs: Annotated[
+        Path | None, option("FILE", "A CSV file with the columns log, arm and seed, in place of LOGS.")
+    ] = None,
     as_json: opt.Json = False,
 ) -> None:
     """Read the logs of other trainers as a study: verl, TRL, prime-rl, tinker and others."""
@@ -345,7 +350,7 @@ def import_runs(
 
     console, folder = make_console(quiet=as_json), output / "results" / study
     names = importing.parse_columns(column or [], columns or [])
-    notes = importing.import_study(logs, folder, arm or [], seed, names)
+    notes = importing.import_study(logs or [], folder, arm or [], seed, names, runs)
     for note in notes:
         print_line(console, note)
     folder = _make_absolute(folder)

@@ -136,7 +136,7 @@ def replay_folder(folder: Path, assignments: Sequence[str]) -> tuple[pd.DataFram
     with as_plan_error(ValueError):
         frames = load(folder)
     # Thresholds are read from each run, since a threshold may be the axis of the study. Imported runs have none.
-    default_settings = None if study.stop_rules else {}
+    default_settings: dict[str, object] | None = None if study.stop_rules else {}
     thresholds: dict[str, EarlyStopConfig] = {}
     skipped_runs: dict[str, str] = {}
     for run in to_records(frames.trials):

@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from analysis.sources.importing import RunNames, import_logs, name_runs, read_log
+from analysis.sources.log_files import list_runs, read_runs_file
 from analysis.sources.logs import LogError, RunLog
 from analysis.sources.names import Name, parse_name
 from trainable.config.command_lines import format_command
@@ -33,18 +34,33 @@ def parse_columns(texts: Sequence[str], files: Sequence[Path]) -> list[Name]:
 
 
 def import_study(
-    paths: Sequence[Path], folder: Path, arms: Sequence[str], seed: str | None, columns: Sequence[Name]
+    paths: Sequence[Path],
+    folder: Path,
+    arms: Sequence[str],
+    seed: str | None,
+    columns: Sequence[Name],
+    runs_file: Path | None = None,
 ) -> list[str]:
     """Write the logs as a study to `folder`, and return what a reader must know about them, in sentences.
 
-    Raises PlanError, before anything is written, if the folder exists, or if the logs cannot be read or told apart.
+    runs_file: a table of logs, arms and seeds, in place of the others. Raises PlanError, before anything is written, if
+    the folder exists, or if the logs cannot be read or told apart.
     """
     if folder.exists():
         raise PlanError(f"{format_value(str(folder), 1000)} exists: type another --study or --output.")
-    command = format_command("import", *paths, "--output", folder.parent.parent, "--study", folder.name)
+    if runs_file and (paths or arms or seed):
+        raise PlanError("--runs names logs, arms and seeds: type neither LOGS, --arm nor --seed with it.")
+    if not (runs_file or paths):
+        raise PlanError("There is nothing to import: type the logs, or --runs FILE with their names.")
+    typed = ("--runs", runs_file) if runs_file else paths
+    command = format_command("import", *typed, "--output", folder.parent.parent, "--study", folder.name)
     with as_plan_error(LogError):
-        logs = [read_log(path) for path in paths]
-        names = name_runs(logs, arms, seed)
+        if runs_file:
+            runs, names = read_runs_file(runs_file)
+            logs = [read_log(*run) for run in runs]
+        else:
+            logs = [read_log(*run) for run in list_runs(paths)]
+            names = name_runs(logs, arms, seed)
         write_logs(logs, names, folder, columns, command)
     return [*names.notes, *(f"{log.path}: {note}" for log in logs for note in log.notes)]
 

@@ -12,11 +12,13 @@ from analysis.data.compare import SIGNIFICANCE_LEVEL, collect_outcomes, list_arm
 from analysis.data.frames import StudyFrames
 from analysis.data.load import load
 from analysis.sources.importing import RunNames, name_runs, read_log
+from analysis.sources.log_files import list_runs
 from analysis.sources.names import Name
 from analysis.stats.estimates import MIN_SEEDS, estimate_deviation
 from analysis.sweep.planned_power import POWER, find_noise_floors
 from analysis.sweep.verdicts import format_number
 from trainable.config.setting_types import format_value
+from trainable.runs.study_record import STUDY_FILE
 from tune_study.commands.reading.importing import write_logs
 from tune_study.folder import locate
 from tune_study.host.console import print_line, print_table
@@ -32,7 +34,11 @@ def read_frames(sources: Sequence[str], seed_key: str | None, columns: Sequence[
 
     Raises PlanError if a source cannot be read.
     """
-    folders = [source for source in sources if is_uri(source) or Path(source).is_dir()]
+    folders = [
+        source
+        for source in sources
+        if is_uri(source) or any((Path(source) / name).exists() for name in (STUDY_FILE, "results"))
+    ]
     if folders and len(sources) > 1:
         raise PlanError(
             f"{format_value(folders[0], 1000)} is the folder of a study: type it alone, or logs of one setting."
@@ -43,7 +49,7 @@ def read_frames(sources: Sequence[str], seed_key: str | None, columns: Sequence[
             return load(folder, live=is_running), True
     with tempfile.TemporaryDirectory() as temp_dir, as_plan_error(ValueError):
         folder = Path(temp_dir) / "results" / "logs"
-        logs = [read_log(Path(source)) for source in sources]
+        logs = [read_log(*run) for run in list_runs([Path(source) for source in sources])]
         # Logs without settings are of one setting, since nobody can tell them apart.
         same = RunNames("", [("all", number) for number in range(len(logs))], [])
         run_names = name_runs(logs, (), seed_key) if seed_key or any(log.settings for log in logs) else same

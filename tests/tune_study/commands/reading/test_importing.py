@@ -75,3 +75,29 @@ def test_a_file_of_columns_names_what_the_table_does_not(tmp_path: Path, work_di
     out = get_output(f"import {log} --output theirs --columns names.txt")
     assert "0.300" in out
     assert "2 completed" not in out
+
+
+def test_a_table_names_the_runs_of_logs_that_print_no_settings(tmp_path: Path, work_dir: Path) -> None:
+    rows = ["log,arm,seed"]
+    for (arm, seed), success in SUCCESSES.items():
+        lines = [f"{step},{success / 2},{success if step % 2 == 0 else ''}" for step in range(1, 9)]
+        (tmp_path / f"{arm}-{seed}.csv").write_text("\n".join(["step,reward,eval_reward", *lines]))
+        rows.append(f"{arm}-{seed}.csv,kl {arm},{seed}")
+    (tmp_path / "runs.csv").write_text("\n".join(rows))
+    out = get_output(f"import --runs {tmp_path / 'runs.csv'} --output theirs")
+    (line,) = [line for line in out.splitlines() if line.startswith("kl 0.1 ") and "3 completed" in line]
+    assert "+0.280" in line
+    assert "better" in line
+    record = (work_dir / FOLDER / "study.json").read_text()
+    assert f"import --runs {tmp_path / 'runs.csv'} --output theirs" in record
+    for arguments, text in (
+        (f"--runs {tmp_path / 'runs.csv'} --arm lr", "type neither LOGS, --arm nor --seed with it"),
+        (f"--runs {tmp_path / 'runs.csv'} a.csv", "type neither LOGS, --arm nor --seed with it"),
+        ("", "There is nothing to import: type the logs, or --runs FILE"),
+        (
+            f"{tmp_path / '0.0-1.csv'} {tmp_path / '0.1-1.csv'}",
+            "type --runs FILE, a CSV file with the columns log, arm",
+        ),
+    ):
+        answer = type_in(f"import {arguments} --output other")
+        assert (answer.code, text in answer.err) == (2, True)

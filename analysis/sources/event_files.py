@@ -1,0 +1,117 @@
+"""Read the event files of TensorBoard: TFRecords of protobuf events, as tensorboardX and torch write them."""
+
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from analysis.sources.logs import RunLog, flatten
+from analysis.sources.steps import STEP_KEYS, make_log
+
+_LENGTH = struct.Struct("<QI")
+_CHECKSUM_BYTES = 4
+_SCALAR_FORMATS = {1: "<f", 2: "<d"}
+"""DataType of TensorFlow -> format of a number."""
+
+
+def read_event_files(files: Sequence[tuple[Path, bytes]]) -> RunLog | None:
+    """Read the event files of one run; None if the first is none.
+
+    A run has several files if it was resumed, or if several of its processes write. Their events are read in the order
+    of time, and neighbors of one step are one entry. Texts that are JSON objects, as the arguments that transformers
+    writes, and hyper-parameters are settings.
+    """
+    if not _is_event_file(files[0][1]):
+        return None
+    notes: list[str] = []
+    settings: dict[str, Any] = {}
+    scalars: list[tuple[float, int, str, float]] = []
+    for path, content in files:
+        position = 0
+        for position, event in _iter_events(content):  # noqa: B007
+            for value in event.summary.value:
+                number = _read_scalar(value)
+                if number is not None:
+                    scalars.append((event.wall_time, event.step, value.tag, number))
+                else:
+                    settings |= _read_settings(value)
+        if position < len(content):
+            notes.append(f"{path} is not whole after byte {position}, as of a killed run: the rest was not read.")
+    scalars.sort(key=itemgetter(0))
+    # slime's tags have steps of three counters, by their first word, and the counters are tags, too.
+    is_slime = any(tag == "rollout/step" for _, _, tag, _ in scalars)
+
+    def get_counter(scalar: tuple[float, int, str, float]) -> tuple[int, str]:
+        return scalar[1], scalar[2].partition("/")[0] if is_slime else ""
+
+    entries = []
+    for number, ((step, _), group) in enumerate(groupby(scalars, key=get_counter), 1):
+        values = {tag: value for _, _, tag, value in group if is_slime or tag not in STEP_KEYS}
+        entries.append((number, values if is_slime else {**values, "step": step}))
+    log = make_log(files[0][0], "TensorBoard events", entries, settings)
+    if log:
+        log.notes += notes
+    return log
+
+
+def read_event_settings(paths: Sequence[Path]) -> dict[str, Any]:
+    """Read the settings that the event files of a run contain."""
+    settings: dict[str, Any] = {}
+    for path in paths:
+        for _, event in _iter_events(path.read_bytes()):
+            for value in event.summary.value:
+                settings |= _read_settings(value)
+    return settings
+
+
+def _is_event_file(content: bytes) -> bool:
+    """Check whether the first record is the version of event files."""
+    return content[_LENGTH.size + 9 : _LENGTH.size + 24].startswith(b"\x1a\x0dbrain.Event:")
+
+
+def _iter_events(content: bytes) -> Iterator[tuple[int, Any]]:
+    """Yield the position after each event, and the event, up to the first one that is not whole."""
+    from google.protobuf.message import DecodeError
+    from tensorboardX.proto.event_pb2 import Event
+
+    position = 0
+    while position + _LENGTH.size <= len(content):
+        length, _ = _LENGTH.unpack_from(content, position)
+        start = position + _LENGTH.size
+        position = start + length + _CHECKSUM_BYTES
+        if position > len(content):
+            return
+        try:
+            event = Event.FromString(content[start : start + length])
+        except DecodeError:
+            return
+        yield position, event
+
+
+def _read_scalar(value: Any) -> float | None:
+    """Return the number of a value: a simple one, or a tensor without dimensions; None for all others."""
+    if value.HasField("simple_value"):
+        return float(value.simple_value)
+    tensor = value.tensor
+    if not value.HasField("tensor") or tensor.dtype not in _SCALAR_FORMATS:
+        return None
+    numbers = [*tensor.float_val, *tensor.double_val]
+    number_format = _SCALAR_FORMATS[tensor.dtype]
+    if len(tensor.tensor_content) == struct.calcsize(number_format):
+        numbers += struct.unpack(number_format, tensor.tensor_content)
+    return float(numbers[0]) if len(numbers) == 1 else None
+
+
+def _read_settings(value: Any) -> dict[str, Any]:
+    if value.tag == "_hparams_/session_start_info":
+        from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
+
+        hparams = HParamsPluginData.FromString(value.metadata.plugin_data.content).session_start_info.hparams
+        return {name: getattr(setting, setting.WhichOneof("kind")) for name, setting in hparams.items()}
+    try:
+        return flatten(json.loads(value.tensor.string_val[0]))
+    except (IndexError, ValueError, AttributeError):
+        return {}

@@ -1,0 +1,74 @@
+"""Find the training step of each entry of a log: trackers mix several counters, and some entries have none."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from analysis.sources.logs import LogRow, RunLog, merge_rows, to_number
+
+STEP_KEYS = (
+    "step",
+    "training/global_step",
+    "trainer/global_step",
+    "train/global_step",
+    "rollout/step",
+    "progress/batch",
+    "training_step",
+    "system/step",
+    "global_step",
+    "training_iteration",
+    "iteration",
+    "_step",
+)
+"""Names of the training step, in order of preference. Optimizer steps within a rollout, such as slime's `train/step`,
+and the counter of calls of W&B, `_step`, do not count where there is another one."""
+_OTHER_KEYS = ("eval/global_step", "eval/step", "progress/batch")
+"""Names of the step in entries without the one of the others, such as those of OpenRLHF's, slime's and tinker's
+validations."""
+_COUNTERS = {*STEP_KEYS, *_OTHER_KEYS, "train/step"}
+
+
+def find_step_key(names: Iterable[str]) -> str:
+    """Find the name of the training step among `names`, whatever its case; empty if there is none.
+
+    >>> find_step_key(["_step", "train/step", "rollout/step", "reward"])
+    'rollout/step'
+    """
+    by_lower = {name.lower(): name for name in names}
+    return next((by_lower[key] for key in STEP_KEYS if key in by_lower), "")
+
+
+def make_log(
+    path: Path, format_name: str, entries: Sequence[tuple[int, Mapping[str, Any]]], settings: Mapping[str, Any]
+) -> RunLog | None:
+    """Make a log from flat entries with their line numbers; None if none of them has a step and a number.
+
+    Entries without the training step belong to the last step before them, but those whose `step` is null do not: they
+    were measured by time. What is validated as step 0 before the first training step is before training.
+    """
+    step_key = find_step_key({name for _, entry in entries for name, value in entry.items() if value is not None})
+    if not step_key:
+        return None
+    rows: list[LogRow] = []
+    last_step = -1
+    for line, entry in entries:
+        step = to_number(entry.get(step_key))
+        if step is not None:
+            last_step = int(step)
+        elif step_key == "step" and step_key in entry:
+            continue
+        else:
+            others = (to_number(entry.get(key)) for key in _OTHER_KEYS)
+            step = next((number for number in others if number is not None), last_step)
+            step = last_step if step == 0 and not rows else step
+        values = {
+            name: number
+            for name, value in entry.items()
+            if name != step_key and name not in _COUNTERS and (number := to_number(value)) is not None
+        }
+        if step >= -1 and values:
+            rows.append(LogRow(int(step), values, line))
+    if last_step < 0 or not rows:
+        return None
+    merged, notes = merge_rows(rows)
+    return RunLog(path, format_name, merged, dict(settings), notes)
