@@ -63,6 +63,14 @@ def test_a_child_of_a_tree_has_a_prompt_of_its_own() -> None:
     assert estimate_rollout_flops(sizes, [child, child._replace(group=1)]) == pytest.approx(2 * single_flops[1])
 
 
+def test_a_branch_samples_what_comes_after_its_node_alone() -> None:
+    sizes = make_qwen2_shape()
+    episode = make_episode([(20, 8, 0.0), (5, 8, 0.0)])
+    prefill_flops = estimate_forward_flops(sizes, [20 + 8 + 5], 0, 0)
+    expected = prefill_flops + estimate_forward_flops(sizes, [8], 8, sizes.vocab_size, cached_tokens=33)
+    assert estimate_rollout_flops(sizes, [episode._replace(prefix_turns=1)]) == pytest.approx(expected)
+
+
 @pytest.mark.long
 def test_phases_that_are_off_have_no_flops() -> None:
     def estimate_phases(**overrides: object) -> dict[str, float]:

@@ -152,6 +152,19 @@ def test_the_game_says_no_more_than_planned(turns: int) -> None:
     assert longest_prompt <= turns * TURN_TOKENS["compact"] <= 1.5 * longest_prompt
 
 
+def test_the_torch_sampler_reads_the_prefixes_of_all_branches_at_once() -> None:
+    config = make_paper_config(rollout__name="torch", env__group_size=6)
+    shape = ModelShape.model_validate(vars(make_torch_shape()))
+    plain, branched, ranks = (
+        memory._allocate_sampler(shape, apply_overrides(config, changes)).gpu_bytes[0]
+        for changes in ({}, {"rollout.ts_n": 2}, {"rollout.ts_n": 2, "trainer.n_gpus_per_node": 4})
+    )
+    # Eight levels with two trees each, and a bias of float32 per slot of a cache of 1.5 times 3600.
+    token_bytes = memory.compute_block_bytes(shape, config) + 4 * (2 * shape.hidden_size + 5400)
+    assert branched - plain == 8 * 2 * 2 * 3600 * token_bytes
+    assert ranks == branched / 4
+
+
 def test_a_published_conversation_has_3600_tokens() -> None:
     changes: dict[int, dict[str, object]] = {1000: {"rollout__max_model_len": 1000}, 1440: {"env__max_turn": 2}}
     for tokens, settings in (changes | {3600: {"rollout__max_model_len": None}}).items():

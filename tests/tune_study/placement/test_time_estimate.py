@@ -75,6 +75,17 @@ def test_sampling_by_hand(sampler: str, weight_bytes: int, waves: int) -> None:
     assert estimate_sampling_seconds(SMALL, ranks, 4 * n_sequences, H100_RATES) == pytest.approx(expected)
 
 
+def test_each_round_of_branching_samples_after_the_one_before() -> None:
+    changes = {"env.group_size": 10, "rollout.ts_n": 2, "rollout.ts_l": 2, "env.test_env_groups": 0}
+    config = apply_overrides(RunConfig(), changes)
+    plain = apply_overrides(config, {"rollout.ts_n": 0})
+    # Eight levels with two trees each.
+    difference = estimate_run_seconds(SMALL, config, H100_RATES) - estimate_run_seconds(SMALL, plain, H100_RATES)
+    rounds = [estimate_sampling_seconds(SMALL, config, rows, H100_RATES) for rows in (16, 32, 32, 80)]
+    assert difference == pytest.approx(400 * (sum(rounds[:3]) - rounds[3]))
+    assert difference > 0
+
+
 def test_a_run_is_its_steps_validations_and_tests() -> None:
     evaluation_seconds = estimate_sampling_seconds(SMALL, RunConfig(), 512, H100_RATES)
     update_seconds = estimate_update_flops(SMALL, RunConfig()) / (0.4 * H100_RATES.peak_flops_per_s)
