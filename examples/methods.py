@@ -48,13 +48,21 @@ AMENDMENTS: dict[str, dict[str, Settings]] = {
         "overlong-punishment": {**GRPO, "env.overlong_buffer_len": 6},
         "mask-truncated": {**GRPO, "filter.mask_truncated_completions": True},
         "mask-void-turns": {**GRPO, "filter.mask_void_turns": True},
+        "tree-grpo": {"algorithm.adv_estimator": "tree", "rollout.ts_n": 3},
         "kl": KL,
         "entropy-schedule": {**GRPO, "actor.entropy_coeff": "linear(0.01, 0@60)"},
+        "target-entropy": {**GRPO, "actor.entropy_coeff": "target_entropy(0.2)"},
     },
     "kl": {
         "kl-schedule": {**KL, "actor.kl_loss_coef": "linear(0.1, 0@60)"},
         "kl-moving-reference": {**KL, "trainer.ref_model_sync_steps": 10, "trainer.ref_model_mixup_alpha": 0.6},
         "kl-reset-reference": {**KL, "trainer.ref_model_sync_steps": 20},
+        "kl-reset-by-rule": {
+            **KL,
+            "trainer.ref_model_reset_kl": 0.05,
+            "trainer.ref_model_reset_optimizer": True,
+        },
+        "target-kl": {**KL, "actor.kl_loss_coef": "target_kl(0.05, 0.1)"},
     },
 }
 """The settings of each arm, by the arm that it amends and is compared with."""
