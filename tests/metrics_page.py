@@ -26,12 +26,12 @@ PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 HEAD = "| column | unit | meaning | published key |\n|---|---|---|---|\n"
 TABLE = re.compile(re.escape(HEAD) + r"(?:\|.*\n)+")
 
-TWINS = ("as collapse_first_turn_", "as scheduled_")
-"""Beginnings of the meanings of columns that the page describes by their twin alone."""
+TWINS = re.compile(r"collapse_trajectory_|scheduled_(?!actor_lr$)|base_val_(?!success$)|total_(?!optimizer_steps$)")
+"""Beginnings of the names of columns that the page describes by their twin alone."""
 
 COLUMNS: Sequence[Column] = (
     *ROW_COLUMNS,
-    *(column for column in STEP_COLUMNS if not column.meaning.startswith(TWINS)),
+    *(column for column in STEP_COLUMNS if not TWINS.match(column.name)),
     *(*IMPORTED_COLUMNS, *STOP_COLUMNS, *TRIAL_COLUMNS),
     *(*GRADIENT_COLUMNS, *GRADIENT_GROUP_COLUMNS),
     *(*update_rules.STEP_COLUMNS, *update_rules.TRIAL_COLUMNS),
