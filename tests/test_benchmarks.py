@@ -42,18 +42,24 @@ SHORT: dict[str, tuple[str, ...]] = {
     "tree_step.py": ("--steps", "1", "--questions", "1"),
     "trl_equivalence.py": ("--seeds", "1", "--steps", "1"),
     "trl_grpo.py": ("--repetitions", "1"),
+    "trl_ppo.py": ("--seeds", "1", "--steps", "1"),
     "update_rules.py": ("--steps", "1", "--seeds", "1"),
     "edge_coverage.py": ("--studies", "2", "--shift-studies", "1"),
     "verdict_errors.py": ("--reports", "5", "--seeds", "1", "3"),
 }
 """Options with which a benchmark takes a few seconds."""
 
-REQUIRED_PACKAGES = {"rollout_engines.py": "vllm", "trl_equivalence.py": "trl", "trl_grpo.py": "trl"}
-"""Packages that only some environments have: `make bench` and `make bench-engines` install them."""
+REQUIRED_PACKAGES = {
+    "rollout_engines.py": "vllm",
+    "trl_equivalence.py": "trl",
+    "trl_grpo.py": "trl",
+    "trl_ppo.py": "trl.experimental.ppo",
+}
+"""Modules that only some environments have: `make bench` and `make bench-engines` install all but the last one."""
 
 ALLOWED_WARNINGS = {
     # TRL uses names that transformers has deprecated.
-    **dict.fromkeys(("trl_equivalence.py", "trl_grpo.py"), ("FutureWarning",)),
+    **dict.fromkeys(("trl_equivalence.py", "trl_grpo.py", "trl_ppo.py"), ("FutureWarning",)),
     # The imports of vLLM itself warn.
     "rollout_engines.py": ("DeprecationWarning", "FutureWarning", "UserWarning"),
 }
@@ -73,6 +79,13 @@ SLOW_SCRIPTS = (
 )
 """Benchmarks that take longer than four seconds even with short options."""
 PHASES = ["rollout_stand_in", "collapse", "values", "reference", "update_critic", "update_actor"]
+
+
+def has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a parent
+        return False
 
 
 def import_benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -119,7 +132,7 @@ def measure(script: str, *options: str) -> dict[str, Any]:
 def test_every_benchmark_prints_what_it_measured_and_where(script: str, machine: ModuleType) -> None:
     assert script in SHORT, f"add options to SHORT with which benchmarks/{script} takes a few seconds"
     package = REQUIRED_PACKAGES.get(script)
-    if package is not None and importlib.util.find_spec(package) is None:
+    if package is not None and not has_module(package):
         pytest.skip(f"{script} needs {package}, which is not installed here")
     figures = measure(script)
     assert figures["benchmark"] == script.removesuffix(".py")

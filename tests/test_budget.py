@@ -16,11 +16,11 @@ from tests.test_architecture import MODULES, PACKAGES, ROOT, list_nodes
 from tune_study.demo.archive import unpack
 
 STATEMENTS: Mapping[str, int] = {
-    "analysis": 5129,
-    "sandboxes": 4273,
-    "search_spaces": 284,
-    "trainable": 10477,
-    "tune_study": 6482,
+    "analysis": 5848,
+    "sandboxes": 4267,
+    "search_spaces": 286,
+    "trainable": 10622,
+    "tune_study": 6701,
 }
 """Package -> most statements, docstrings left out.
 
@@ -28,7 +28,9 @@ STATEMENTS: Mapping[str, int] = {
 `trainable` was raised from 9,849 when trials began to upload their checkpoints themselves and data sets became games,
 and `search_spaces` by the preset `small`; then from 10,105 for what people train with today: three losses, STAPO,
 refill, masks, penalties of long replies, schedules of fifteen settings and a moving reference (`search_spaces` and
-`analysis` by one statement each, for the names and the order of arms with schedules)."""
+`analysis` by one statement each, for the names and the order of arms with schedules), and from 10,477 by controllers,
+resets of the reference by a rule, and prefix trees. `analysis` was raised from 5,129 for the readers of eleven
+trainers' logs in six formats (`sources`), and `tune_study` from 6,482 for `import`, `noise-floor` and `--json`."""
 
 READERS: Mapping[str, int] = {"study.json": 1, "run.json": 1, "status.json": 1}
 """File of a study -> most modules that name it. One that reads and writes it is what there should be."""
@@ -122,4 +124,4 @@ def list_traced_files(code: str, folder: Path) -> list[str]:
 def test_a_command_enters_few_files(name: str, tmp_path: Path) -> None:
     unpack(tmp_path / "results" / "study")
     files = list_traced_files(COMMANDS[name], tmp_path)
-    assert len(files) <= TRACED_FILES[name], files
+    assert len(files) <= TRACED_FILES[name], "\n".join(files)

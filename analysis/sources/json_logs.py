@@ -8,7 +8,7 @@ from analysis.sources.event_files import read_event_settings
 from analysis.sources.logs import RunLog, flatten, to_number
 from analysis.sources.steps import make_log
 
-_SETTINGS_FILES = ("config.json", "run.json", "args.json")
+_SETTINGS_FILES = ("config.json", "args.json")
 _TRL_SETTINGS_FILES = ("config.json", "adapter_config.json", "training_args.json")
 
 

@@ -18,7 +18,7 @@ _KINDS = (
 )
 """Names of the logs that are looked for in a folder. If it has several kinds, the first one counts: they are of the
 same runs, and the first one is the most precise."""
-_PARTS = ("trainer", "orchestrator")
+_COMPONENTS = ("trainer", "orchestrator")
 """Folders of the components of a run of prime-rl, each with a metrics.jsonl."""
 _HPARAMS_FOLDER = re.compile(r"\d+\.\d+")
 """tensorboardX writes hyper-parameters to a folder that is called like the time."""
@@ -72,14 +72,14 @@ def read_runs_file(path: Path) -> tuple[list[tuple[Path, ...]], RunNames]:
     for line, row in rows:
         if not (row["log"] and row["arm"] and re.fullmatch(r"\d{1,9}", row["seed"])):
             raise LogError(f"{path}, line {line}: log, arm, and a seed that is a whole number from 0 are needed.")
-        found = list_runs([path.parent / row["log"]])
-        if len(found) > 1:
-            raise LogError(f"{path}, line {line}: {row['log']} has {len(found)} runs. Give a row to each.")
+        row_runs = list_runs([path.parent / row["log"]])
+        if len(row_runs) > 1:
+            raise LogError(f"{path}, line {line}: {row['log']} has {len(row_runs)} runs. Give a row to each.")
         pair = (row["arm"], int(row["seed"]))
-        if pair in pairs or found[0] in runs:
+        if pair in pairs or row_runs[0] in runs:
             what = f"arm {pair[0]} with seed {pair[1]}" if pair in pairs else row["log"]
             raise LogError(f"{path}, line {line}: {what} occurs twice, and each run has one row.")
-        runs += found
+        runs += row_runs
         pairs.append(pair)
     return runs, RunNames("", pairs, [])
 
@@ -105,7 +105,7 @@ def _identify_run(file: Path) -> tuple[Path, str]:
     if file.name == "trainer_state.json":
         return (folder.parent if folder.name.startswith("checkpoint-") else folder), file.name
     if file.name == "metrics.jsonl":
-        component = next((parent for parent in (folder, *folder.parents) if parent.name in _PARTS), None)
+        component = next((parent for parent in (folder, *folder.parents) if parent.name in _COMPONENTS), None)
         return (component.parent if component else folder), file.name
     return folder, file.name
 

@@ -99,12 +99,12 @@ def read_verl_console(path: Path, content: bytes) -> RunLog | None:
             rows.append(LogRow(step, values, line.number, zeros))
         elif "validation metrics: {" in line.text:
             message = _parse_wrapped(lines, index)
-            metrics = _VALIDATION.search(message if isinstance(message, str) else line.text)
+            match = _VALIDATION.search(message if isinstance(message, str) else line.text)
             try:
-                found = ast.literal_eval(_NUMPY.sub(r"\1", metrics[1])) if metrics else {}
+                metrics = ast.literal_eval(_NUMPY.sub(r"\1", match[1])) if match else {}
             except (ValueError, SyntaxError):
-                found = {}
-            values, zeros = _parse_values((str(name), str(value)) for name, value in found.items())
+                metrics = {}
+            values, zeros = _parse_values((str(name), str(value)) for name, value in metrics.items())
             if values:
                 rows.append(LogRow(trained_steps[-1] if trained_steps else -1, values, line.number, zeros))
         elif not settings and line.text.startswith("{'"):

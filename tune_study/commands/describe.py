@@ -300,9 +300,11 @@ def read_status(folder: Path, location: str, study: StudyRecord, is_running: boo
         )
     is_finished = {run["status_text"] for run in runs} <= set(ENDED_STATUSES)
     state = "running" if is_running else "finished" if is_finished else "unfinished"
-    code_paths = [file.path for file in study.code]
-    options = list_resume_options(study.declaration.path if study.declaration else None, code_paths)
-    command = format_command("resume", location if is_uri(location) else Path(location), *options)
+    command = None
+    if state == "unfinished":
+        code_paths = [file.path for file in study.code]
+        options = list_resume_options(study.declaration.path if study.declaration else None, code_paths)
+        command = format_command("resume", location if is_uri(location) else Path(location), *options)
     return {
         "study": study.name,
         "preset": study.preset,
@@ -310,7 +312,7 @@ def read_status(folder: Path, location: str, study: StudyRecord, is_running: boo
         "metric": family.primary_metric,
         "runs": runs,
         "notes": list(format_signal_problems(problems)),
-        "resume_command": command if state == "unfinished" else None,
+        "resume_command": command,
     }
 
 
