@@ -20,7 +20,7 @@ STATEMENTS: Mapping[str, int] = {
     "sandboxes": 4267,
     "search_spaces": 286,
     "trainable": 10622,
-    "tune_study": 6701,
+    "tune_study": 6703,
 }
 """Package -> most statements, docstrings left out.
 
