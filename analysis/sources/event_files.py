@@ -10,6 +10,7 @@ from typing import Any
 
 from analysis.sources.logs import RunLog, flatten
 from analysis.sources.steps import STEP_KEYS, make_log
+from trainable.files.paths import read_bytes
 
 _LENGTH = struct.Struct("<QI")
 _CHECKSUM_BYTES = 4
@@ -61,7 +62,7 @@ def read_event_settings(paths: Sequence[Path]) -> dict[str, Any]:
     """Read the settings that the event files of a run contain."""
     settings: dict[str, Any] = {}
     for path in paths:
-        for _, event in _iter_events(path.read_bytes()):
+        for _, event in _iter_events(read_bytes(path)):
             for value in event.summary.value:
                 settings |= _read_settings(value)
     return settings

@@ -75,7 +75,7 @@ def read_log(*paths: Path) -> RunLog:
     files: list[tuple[Path, bytes]] = []
     for path in paths:
         try:
-            files.append((path, read_bytes(path, MAX_LOG_BYTES)))
+            files.append((path, read_bytes(path.resolve(), MAX_LOG_BYTES)))
         except (OSError, ValueError) as error:
             raise LogError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     for read_all in SEVERAL_FILES_READERS:

@@ -7,6 +7,7 @@ from typing import Any
 from analysis.sources.event_files import read_event_settings
 from analysis.sources.logs import RunLog, flatten, to_number
 from analysis.sources.steps import make_log
+from trainable.files.paths import read_bytes
 
 _SETTINGS_FILES = ("config.json", "args.json")
 _TRL_SETTINGS_FILES = ("config.json", "adapter_config.json", "training_args.json")
@@ -72,7 +73,7 @@ def _read_settings(folder: Path, names: tuple[str, ...]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name in names:
         try:
-            settings = json.loads((folder / name).read_bytes())
+            settings = json.loads(read_bytes(folder / name))
         except (OSError, ValueError):
             continue
         if isinstance(settings, dict):

@@ -1,6 +1,7 @@
 """Find the files of each run: trackers write several per run, and folders with several runs."""
 
 import csv
+import io
 import json
 import os
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from analysis.sources.importing import RunNames
 from analysis.sources.logs import LogError
+from trainable.files.paths import read_bytes
 
 _KINDS = (
     r"trainer_state\.json",
@@ -53,13 +55,12 @@ def read_runs_file(path: Path) -> tuple[list[tuple[Path, ...]], RunNames]:
     run or a log occurs twice.
     """
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, restval="", skipinitialspace=True)
-            columns = reader.fieldnames or ()
-            rows = [
-                (reader.line_num, {name: row.get(name, "").strip() for name in ("log", "arm", "seed")})
-                for row in reader
-            ]
+        text = io.StringIO(read_bytes(path).decode("utf-8-sig"), newline="")
+        reader = csv.DictReader(text, restval="", skipinitialspace=True)
+        columns = reader.fieldnames or ()
+        rows = [
+            (reader.line_num, {name: row.get(name, "").strip() for name in ("log", "arm", "seed")}) for row in reader
+        ]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise LogError(f"{path} cannot be read: {error}.") from None
     if not rows or not {"log", "arm", "seed"} <= set(columns):
@@ -112,6 +113,6 @@ def _identify_run(file: Path) -> tuple[Path, str]:
 
 def _read_global_step(file: Path) -> float:
     try:
-        return float(json.loads(file.read_bytes())["global_step"])
+        return float(json.loads(read_bytes(file))["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
         return -1

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from analysis.sources.logs import LogError, LogRow, RunLog
+from trainable.files.paths import read_bytes
 
 KEEPS_ZERO = ("train_reward", "val_success", "train_truncated", "zero_std_fraction", "pg_clipfrac", "pg_clipfrac_lower")
 """Shares and rewards, of which a value printed as 0.000 is 0 up to rounding. In other columns it is missing: a learning
@@ -45,9 +46,9 @@ def parse_name(column: str, key: str) -> Name:
 def read_names() -> Mapping[str, Sequence[Name]]:
     """Read `names.csv`: by trainer, its names in order of preference."""
     names: dict[str, list[Name]] = {}
-    with Path(__file__).with_name("names.csv").open() as file:
-        for entry in csv.DictReader(file):
-            names.setdefault(entry["trainer"], []).append(parse_name(entry["column"], entry["key"]))
+    table = read_bytes(Path(__file__).with_name("names.csv")).decode()
+    for entry in csv.DictReader(table.splitlines()):
+        names.setdefault(entry["trainer"], []).append(parse_name(entry["column"], entry["key"]))
     return names
 
 
