@@ -16,7 +16,7 @@ from tests.test_architecture import MODULES, PACKAGES, ROOT, list_nodes
 from tune_study.demo.archive import unpack
 
 STATEMENTS: Mapping[str, int] = {
-    "analysis": 5848,
+    "analysis": 5853,
     "sandboxes": 4267,
     "search_spaces": 286,
     "trainable": 10622,
