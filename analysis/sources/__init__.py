@@ -1,1 +1,1 @@
-"""Logs of other trainers: each format is read by a module, and `names.csv` translates the names of measurements."""
+"""Logs of other trainers: a module per format, and the table that translates names."""
