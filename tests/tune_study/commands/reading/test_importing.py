@@ -2,6 +2,7 @@
 
 import shlex
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,29 +12,37 @@ from tests.analysis.sources.logs import write_verl_run
 from tests.fakes.command_line import get_output, type_in
 
 SUCCESSES = {("0.0", 1): 0.50, ("0.0", 2): 0.55, ("0.0", 3): 0.60, ("0.1", 1): 0.75, ("0.1", 2): 0.90, ("0.1", 3): 0.84}
-FOLDER = "theirs/results/imported"
 
 
-@pytest.fixture
-def study(tmp_path: Path, work_dir: Path) -> str:
-    """Two arms of three seeds, imported into the working folder; the output of the command."""
+class Imported(NamedTuple):
+    """A study in results/imported, and the output of the command that made it."""
+
+    folder: Path
+    text: str
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Imported:
+    """Two arms of three seeds."""
+    output = tmp_path_factory.mktemp("theirs")
     paths = [
-        write_verl_run(tmp_path / f"{arm}-{seed}.log", [success] * 4, seed, kl_loss_coef=float(arm))
+        write_verl_run(output / f"{arm}-{seed}.log", [success] * 4, seed, kl_loss_coef=float(arm))
         for (arm, seed), success in SUCCESSES.items()
     ]
-    return get_output(shlex.join(["import", *map(str, paths), "--output", "theirs"]))
+    text = get_output(shlex.join(["import", *map(str, paths), "--output", str(output)]))
+    return Imported(output / "results" / "imported", text)
 
 
-def test_the_verdict_is_that_of_a_computation_by_hand(study: str, work_dir: Path) -> None:
+def test_the_verdict_is_that_of_a_computation_by_hand(study: Imported) -> None:
     first, second = (
         np.array([value for (arm, _), value in SUCCESSES.items() if arm == name]) for name in ("0.0", "0.1")
     )
     difference, p_value = float((second - first).mean()), stats.ttest_rel(second, first).pvalue
-    (line,) = [line for line in study.splitlines() if line.startswith("0.1 ") and "completed" in line]
+    (line,) = [line for line in study.text.splitlines() if line.startswith("0.1 ") and "completed" in line]
     assert f"+{difference:.3f}" in line
     assert p_value < 0.05
     assert "better" in line
-    assert f"Report: {work_dir / FOLDER / 'report.html'}" in study
+    assert f"Report: {study.folder / 'report.html'}" in study.text
     assert "3 completed" in line
 
 
@@ -46,21 +55,21 @@ def test_the_verdict_is_that_of_a_computation_by_hand(study: str, work_dir: Path
         ("replay-stoppers", "low_validation_success"),
     ],
 )
-def test_commands_that_read_studies_read_imported_ones(study: str, command: str, text: str) -> None:
-    assert text in get_output(f"{command} {FOLDER}")
+def test_commands_that_read_studies_read_imported_ones(study: Imported, command: str, text: str) -> None:
+    assert text in get_output(f"{command} {study.folder}")
 
 
-def test_compare_reads_imported_studies_and_resume_refuses_them(study: str) -> None:
-    assert "no effect in 0, 0.1" in get_output(f"compare {FOLDER} {FOLDER}")
-    answer = type_in(f"resume {FOLDER} --dry-run")
+def test_compare_reads_imported_studies_and_resume_refuses_them(study: Imported, work_dir: Path) -> None:
+    assert "no effect in 0, 0.1" in get_output(f"compare {study.folder} {study.folder}")
+    answer = type_in(f"resume {study.folder} --dry-run")
     assert (answer.code, "were imported from logs of another trainer" in answer.err) == (2, True)
 
 
 def test_a_study_is_not_written_over_and_a_refused_log_leaves_nothing(
-    study: str, tmp_path: Path, work_dir: Path
+    study: Imported, tmp_path: Path, work_dir: Path
 ) -> None:
     log = write_verl_run(tmp_path / "a.log", [0.5])
-    answer = type_in(f"import {log} --output theirs")
+    answer = type_in(f"import {log} --output {study.folder.parent.parent}")
     assert (answer.code, "exists: type another --study or --output" in answer.err) == (2, True)
     answer = type_in(f"import {log} {tmp_path / 'missing.log'} --output other")
     assert (answer.code, "missing.log cannot be read: No such file" in answer.err) == (2, True)
@@ -88,7 +97,7 @@ def test_a_table_names_the_runs_of_logs_that_print_no_settings(tmp_path: Path, w
     (line,) = [line for line in out.splitlines() if line.startswith("kl 0.1 ") and "3 completed" in line]
     assert "+0.280" in line
     assert "better" in line
-    record = (work_dir / FOLDER / "study.json").read_text()
+    record = (work_dir / "theirs" / "results" / "imported" / "study.json").read_text()
     assert f"import --runs {tmp_path / 'runs.csv'} --output theirs" in record
     for arguments, text in (
         (f"--runs {tmp_path / 'runs.csv'} --arm lr", "type neither LOGS, --arm nor --seed with it"),
