@@ -56,7 +56,7 @@ def find_run_ends(frames: StudyFrames) -> pd.DataFrame:
             stop_step = float(run["steps_done"] if pd.isna(run["stop_step"]) else run["stop_step"])
         signal_problem = describe_missing_signal(to_records(frames.get_run_steps(run["run_id"])[signal_columns]))
         end = {"end_step": run["steps_done"], "is_collapse": False, "cause": "", "signal_problem": signal_problem}
-        columns = (run_validations["step"], run_validations["value"], run_validations["episodes"].fillna(math.inf))
+        columns = (run_validations[name] for name in ("step", "value", "episodes"))
         step = math.inf if signal_problem else find_collapse(zip(*columns, strict=True), stop_step)
         if step < math.inf:
             cause = (run["stop_rule"] or "a rule") if stop_step == step else HALVED_SUCCESS

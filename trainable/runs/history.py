@@ -5,8 +5,10 @@ learn, and runs that collapsed: every table, figure and sentence about collapse 
 """
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +26,8 @@ COLLAPSE_DEFINITION = (
     "A run collapses when a rule stops it at a success below 0.9, or when its success is below half of its running "
     "maximum at two validations in a row."
 )
+MIN_DIFFERENCES = 10
+"""Differences of neighboring validations from which their noise is estimated where no number of episodes is known."""
 NOT_STARTED = "has not started"
 GONE = "the process that ran the study is gone"
 """The reason for the status of runs whose driver was killed."""
@@ -89,7 +93,7 @@ class RunHistory(NamedTuple):
         is_failed_stop = status.status == "early_stopped" and not has_mastered(rows)
         stop_step = (status.stop_step or rows[-1]["step"]) if is_failed_stop else math.inf
         validations = (
-            (step, value, episodes.get(step) or math.inf) for step, value in values.items() if value is not None
+            (step, value, episodes.get(step) or math.nan) for step, value in values.items() if value is not None
         )
         return find_collapse(validations, stop_step)
 
@@ -103,19 +107,24 @@ def _get_validation_step(line: Row) -> int | None:
 def find_collapse(validations: Iterable[tuple[float, float, float]], stop_step: float = math.inf) -> float:
     """Find the step at which a run collapsed; infinity if it has not.
 
-    validations: step, success and number of episodes of each, in order. stop_step: where a rule stopped the run as a
-    failure, which is a collapse unless there was one before.
+    validations: step, success and number of episodes of each, in order; NaN episodes are unknown, as in imported logs.
+    stop_step: where a rule stopped the run as a failure, which is a collapse unless there was one before.
 
     Collapse: the success is below half of its running maximum m at two validations in a row; the second is returned. It
     must also be more than 2 standard errors of a difference, sqrt(2 m (1 - m) / episodes), below m: a policy that
-    rarely succeeds does not collapse by chance. A missing validation (NaN) is skipped.
+    rarely succeeds does not collapse by chance. Where the episodes are unknown, the standard error of a difference is
+    1.4826 times the median absolute difference of neighbors, as of normal noise, or 0 with fewer than
+    `MIN_DIFFERENCES`. A missing validation (NaN) is skipped.
     """
+    known_validations = [validation for validation in validations if not math.isnan(validation[1])]
+    differences = [abs(after[1] - before[1]) for before, after in pairwise(known_validations)]
+    median_noise = 1.4826 * statistics.median(differences) if len(differences) >= MIN_DIFFERENCES else 0.0
     maximum, was_below = -math.inf, False
-    for step, success, episodes in validations:
-        if math.isnan(success):
-            continue
+    for step, success, episodes in known_validations:
         maximum = max(maximum, success)
-        noise = math.sqrt(max(0.0, 2 * maximum * (1 - maximum) / episodes))
+        noise = median_noise
+        if not math.isnan(episodes):
+            noise = math.sqrt(max(0.0, 2 * maximum * (1 - maximum) / episodes))
         is_below = success < maximum / 2 and maximum - success > 2 * noise
         if is_below and was_below:
             return min(float(step), stop_step)

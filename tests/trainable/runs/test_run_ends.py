@@ -152,3 +152,11 @@ def test_collapse_is_the_second_validation_in_a_row_below_half() -> None:
     # 2 sqrt(2 * .04 * .96 / n) is .049 for 128 episodes, and .0245 for 512.
     assert find_collapse_of([0.04, 0.04, 0.01, 0.01], 128) == math.inf
     assert find_collapse_of([0.04, 0.04, 0.01, 0.01], 512) == 30
+
+
+def test_noise_of_an_unknown_number_of_episodes_is_no_collapse_and_a_lasting_fall_is_one() -> None:
+    noise = [0.4, 0.7, 0.3, 0.32, 0.6, 0.25, 0.3, 0.65, 0.5, 0.35, 0.3, 0.6]
+    assert find_collapse_of(noise) == 30
+    assert find_collapse_of(noise, math.nan) == math.inf
+    steady = [0.5, 0.52, 0.55, 0.53, 0.54, 0.56, 0.55, 0.1, 0.08, 0.09, 0.08, 0.1]
+    assert find_collapse_of(steady) == find_collapse_of(steady, math.nan) == 80
