@@ -1,22 +1,23 @@
 """Read tables with a row per step: CSV and TSV, as pandas, spreadsheets and trackers write them."""
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from analysis.sources.logs import LogError, RunLog
-from analysis.sources.steps import STEP_KEYS, find_step_key, make_log
+from analysis.sources.steps import STEP_KEYS, find_step_key, make_logs
 
 _SUFFIXES = (".csv", ".tsv")
 _SEPARATORS = ",\t;"
 _MAX_CELL_CHARACTERS = 2**24
 
 
-def read_csv(path: Path, content: bytes) -> RunLog | None:
-    """Read a table whose first line names its columns; None if that line names no step, and the file no table.
+def read_csv(path: Path, content: bytes, run_keys: Sequence[str]) -> list[RunLog]:
+    """Read a table whose first line names its columns; empty if that line names no step, and the file no table.
 
-    Empty cells are missing values. A column of text that is the same in all rows is a setting, and so is `seed`.
+    Empty cells are missing values. A column of text that is the same in all rows is a setting. run_keys: see
+    `make_logs`.
 
     Raises LogError for a table without a column of the step.
     """
@@ -29,7 +30,7 @@ def read_csv(path: Path, content: bytes) -> RunLog | None:
         names = [name for name in reader.fieldnames or () if name]
         if not find_step_key(names):
             if path.suffix not in _SUFFIXES or not names:
-                return None
+                return []
             raise LogError(
                 f"{path} has no column of the training step: name it `step` (or {', '.join(STEP_KEYS[:4])}). Its "
                 f"columns are {', '.join(names[:15])}."
@@ -38,7 +39,7 @@ def read_csv(path: Path, content: bytes) -> RunLog | None:
     except csv.Error as error:
         raise LogError(f"{path} is no table that can be read: {error} in line {reader.line_num}.") from None
     entries = [(line, {name: _parse(cells[name]) for name in names if cells[name].strip()}) for line, cells in table]
-    return make_log(path, "table", entries, _find_settings([entry for _, entry in entries], names))
+    return make_logs(path, "table", entries, _find_settings([entry for _, entry in entries], names), run_keys)
 
 
 def _parse(cell: str) -> float | str:
@@ -57,6 +58,4 @@ def _find_settings(rows: list[Mapping[str, Any]], names: list[str]) -> dict[str,
         value = values.pop() if len(values) == 1 else None
         if isinstance(value, str):
             settings[name] = value
-        elif name == "seed" and value is not None and value.is_integer():
-            settings[name] = int(value)
     return settings

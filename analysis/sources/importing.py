@@ -11,6 +11,7 @@ from analysis.sources.event_files import read_event_files
 from analysis.sources.json_logs import read_json_lines, read_trainer_state
 from analysis.sources.logs import LogError, RunLog, merge_rows
 from analysis.sources.names import Name, translate_rows
+from analysis.sources.steps import SEED_KEY
 from analysis.sources.verl_console import read_verl_console
 from analysis.sources.wandb_files import read_wandb_files
 from trainable.files.json_lines import write_lines
@@ -29,13 +30,6 @@ from trainable.runs.study_record import (
     StudyRecord,
 )
 
-READERS: Sequence[Callable[[Path, bytes], RunLog | None]] = (
-    read_trainer_state,
-    read_json_lines,
-    read_verl_console,
-    read_csv,
-)
-"""Readers of the formats, in the order in which they are tried. Each returns None for a file of another format."""
 SEVERAL_FILES_READERS: Sequence[Callable[[Sequence[tuple[Path, bytes]]], RunLog | None]] = (
     read_wandb_files,
     read_event_files,
@@ -50,7 +44,6 @@ _IS_NO_ARM = re.compile(
     r"|timestamp|id|uid)($|[._])|_(dir|folder|url|port|host|id)$"
 )
 """Settings that name a run or a place, in which runs of one arm differ, too. The path of a model does not count."""
-_SEED = re.compile(r"(^|[._])seed$")
 _TOTAL_STEPS = (
     "trainer.total_training_steps",
     "max_steps",
@@ -70,8 +63,12 @@ class RunNames(NamedTuple):
     notes: list[str]
 
 
-def read_log(*paths: Path) -> RunLog:
-    """Read the files of a run, whatever their format. Raise LogError if they are no log of an RL run."""
+def read_logs(paths: Sequence[Path], run_keys: Sequence[str] = ()) -> list[RunLog]:
+    """Read the files of a run, or a table of several, whatever their format.
+
+    run_keys: columns of a table in which its runs differ, besides those of a seed. Raises LogError if the files are no
+    log of an RL run.
+    """
     files: list[tuple[Path, bytes]] = []
     for path in paths:
         try:
@@ -80,20 +77,24 @@ def read_log(*paths: Path) -> RunLog:
             raise LogError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     for read_all in SEVERAL_FILES_READERS:
         if log := read_all(files):
-            return log
-    logs = [_read_file(path, content) for path, content in files]
-    if len(logs) == 1:
-        return logs[0]
+            return [log]
+    logs = [log for path, content in files for log in _read_file(path, content, run_keys)]
+    if len(files) == 1:
+        return logs
     rows, notes = merge_rows(row for log in logs for row in log.rows)
     settings = {key: value for log in logs for key, value in log.settings.items()}
-    return RunLog(paths[0], logs[0].format, rows, settings, notes)
+    return [RunLog(paths[0], logs[0].format, rows, settings, notes)]
 
 
-def _read_file(path: Path, content: bytes) -> RunLog:
-    for read in READERS:
-        log = read(path, content)
-        if log is not None and log.rows:
-            return log
+def _read_file(path: Path, content: bytes, run_keys: Sequence[str]) -> list[RunLog]:
+    if log := read_trainer_state(path, content):
+        return [log]
+    if logs := read_json_lines(path, content, run_keys):
+        return logs
+    if log := read_verl_console(path, content):
+        return [log]
+    if logs := read_csv(path, content, run_keys):
+        return logs
     raise LogError(
         f"{path} has no training step in any format that is known here: the console of verl, JSON lines or a table "
         "with a `step`, the trainer_state.json of TRL, an event file of TensorBoard, or a .wandb file. Give the file "
@@ -123,7 +124,7 @@ def name_runs(logs: Sequence[RunLog], arm_keys: Sequence[str] = (), seed_key: st
             f"Arms and seeds are read from the settings that a log prints, and {silent_logs[0]} prints none: type "
             "--runs FILE, a CSV file with the columns log, arm and seed."
         )
-    seed_keys = [seed_key] if seed_key else [key for key in differing if _SEED.search(key)]
+    seed_keys = [seed_key] if seed_key else [key for key in differing if SEED_KEY.search(key)]
     if len(_group_by_partition(logs, seed_keys)) > 1:
         raise LogError(f"Several settings may be the seed: type --seed with one of {_list_keys(seed_keys)}.")
     notes, axis_keys = [], list(arm_keys)

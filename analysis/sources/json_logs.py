@@ -1,31 +1,32 @@
 """Read JSON logs: one object per line, or the trainer_state.json of transformers."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from analysis.sources.event_files import read_event_settings
 from analysis.sources.logs import RunLog, flatten, to_number
-from analysis.sources.steps import make_log
+from analysis.sources.steps import make_log, make_logs
 from trainable.files.paths import read_bytes
 
 _SETTINGS_FILES = ("config.json", "args.json")
 _TRL_SETTINGS_FILES = ("config.json", "adapter_config.json", "training_args.json")
 
 
-def read_json_lines(path: Path, content: bytes) -> RunLog | None:
-    """Read one JSON object per line, or a list of them, flat or nested; None if the file begins with neither.
+def read_json_lines(path: Path, content: bytes, run_keys: Sequence[str]) -> list[RunLog]:
+    """Read one JSON object per line, or a list of them, flat or nested; empty if the file begins with neither.
 
     verl's file logger has `{"step": N, "data": {...}}`. prime-rl writes several lines per step, which belong together.
     Exports of W&B and of pandas have one object per row. Settings are those of a config.json beside the log, as
-    tinker-cookbook writes it.
+    tinker-cookbook writes it. run_keys: see `make_logs`.
     """
     start = content.lstrip()[:1]
     if start == b"[":
         try:
             objects = list(enumerate(json.loads(content), 1))
         except ValueError:
-            return None
+            return []
         broken = 0
     elif start == b"{":
         lines = [(number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
@@ -36,16 +37,18 @@ def read_json_lines(path: Path, content: bytes) -> RunLog | None:
             except ValueError:
                 broken += 1
     else:
-        return None
+        return []
     entries = []
     for number, row in objects:
         data = row.get("data") if isinstance(row, dict) else None
         if isinstance(row, dict):
             entries.append((number, flatten({**data, "step": row.get("step")} if isinstance(data, dict) else row)))
-    log = make_log(path, "JSON lines", entries, _read_settings(path.parent, _SETTINGS_FILES))
-    if log and broken:
-        log.notes.append(f"{broken} lines are damaged and were skipped, such as the last one of a run that was killed.")
-    return log
+    logs = make_logs(path, "JSON lines", entries, _read_settings(path.parent, _SETTINGS_FILES), run_keys)
+    if logs and broken:
+        logs[0].notes.append(
+            f"{broken} lines are damaged and were skipped, such as the last one of a run that was killed."
+        )
+    return logs
 
 
 def read_trainer_state(path: Path, content: bytes) -> RunLog | None:

@@ -80,6 +80,7 @@ def merge_rows(rows: Iterable[LogRow]) -> tuple[list[LogRow], list[str]]:
     merged: dict[int, LogRow] = {}
     last_steps: dict[str, int] = {}
     notes: list[str] = []
+    overwritten: dict[int, str] = {}
     for row in rows:
         later = [step for name in row.values if (step := last_steps.get(name, row.step)) > row.step]
         if 2 * len(later) > len(row.values):
@@ -91,11 +92,20 @@ def merge_rows(rows: Iterable[LogRow]) -> tuple[list[LogRow], list[str]]:
             last_steps = {name: min(step, row.step) for name, step in last_steps.items()}
         last = merged.get(row.step)
         if last:
+            differing = [name for name, value in row.values.items() if last.values.get(name, value) != value]
+            if 2 * len(differing) > len(row.values):
+                overwritten.setdefault(row.step, differing[0])
             zeros = (last.rounded_zeros - row.values.keys()) | row.rounded_zeros
             merged[row.step] = LogRow(row.step, {**last.values, **row.values}, last.line, zeros)
         else:
             merged[row.step] = row
         last_steps.update(dict.fromkeys(row.values, row.step))
+    if overwritten:
+        step, name = next(iter(overwritten.items()))
+        notes.append(
+            f"{len(overwritten)} steps, such as {step}, have several values of {name}, of which the last counts: if "
+            "they are of several runs, name the column that tells these apart by --arm or --seed."
+        )
     steps = sorted(merged)
     return [merged[step] for step in steps], [*notes, *_describe_gaps([step for step in steps if step > 0])]
 

@@ -1,5 +1,6 @@
 """Find the training step of each entry of a log: trackers mix several counters, and some entries have none."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ _OTHER_KEYS = ("eval/global_step", "eval/step", "progress/batch")
 """Names of the step in entries without the one of the others, such as those of OpenRLHF's, slime's and tinker's
 validations."""
 _COUNTERS = {*STEP_KEYS, *_OTHER_KEYS, "train/step"}
+SEED_KEY = re.compile(r"(^|[._])seed$")
+Entries = Sequence[tuple[int, Mapping[str, Any]]]
+"""Numbers of lines, from 1, and the flat values of each."""
 
 
 def find_step_key(names: Iterable[str]) -> str:
@@ -38,9 +42,36 @@ def find_step_key(names: Iterable[str]) -> str:
     return next((by_lower[key] for key in STEP_KEYS if key in by_lower), "")
 
 
-def make_log(
-    path: Path, format_name: str, entries: Sequence[tuple[int, Mapping[str, Any]]], settings: Mapping[str, Any]
-) -> RunLog | None:
+def make_logs(
+    path: Path, format_name: str, entries: Entries, settings: Mapping[str, Any], run_keys: Sequence[str]
+) -> list[RunLog]:
+    """Make the logs of a table with the rows of several runs; empty if no row has a step and a number.
+
+    Runs differ in columns that all rows have: those of a seed, and those that run_keys names. Their values count as
+    settings of the run.
+    """
+    keys = [
+        name
+        for name in (entries[0][1] if entries else ())
+        if (name in run_keys or SEED_KEY.search(name))
+        and all(isinstance(entry.get(name), str | int | float) for _, entry in entries)
+    ]
+    entries_by_run: dict[tuple[Any, ...], list[tuple[int, Mapping[str, Any]]]] = {}
+    for line, entry in entries:
+        entries_by_run.setdefault(tuple(entry[key] for key in keys), []).append((line, entry))
+    logs = []
+    for values, run_entries in entries_by_run.items():
+        # A table has no whole numbers.
+        run_settings = {
+            key: int(value) if isinstance(value, float) and value.is_integer() else value
+            for key, value in zip(keys, values, strict=True)
+        }
+        log = make_log(path, format_name, run_entries, {**settings, **run_settings})
+        logs += [log] if log else []
+    return logs
+
+
+def make_log(path: Path, format_name: str, entries: Entries, settings: Mapping[str, Any]) -> RunLog | None:
     """Make a log from flat entries with their line numbers; None if none of them has a step and a number.
 
     Entries without the training step belong to the last step before them, but those whose `step` is null do not: they

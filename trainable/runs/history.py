@@ -112,13 +112,22 @@ def find_collapse(validations: Iterable[tuple[float, float, float]], stop_step: 
 
     Collapse: the success is below half of its running maximum m at two validations in a row; the second is returned. It
     must also be more than 2 standard errors of a difference, sqrt(2 m (1 - m) / episodes), below m: a policy that
-    rarely succeeds does not collapse by chance. Where the episodes are unknown, the standard error of a difference is
-    1.4826 times the median absolute difference of neighbors, as of normal noise, or 0 with fewer than
-    `MIN_DIFFERENCES`. A missing validation (NaN) is skipped.
+    rarely succeeds does not collapse by chance. A missing validation (NaN) is skipped.
+
+    A success over an unknown number of episodes is often that of one training batch, and the maximum of many of them
+    says little. If all are unknown, each is replaced by its mean with those before it, over a tenth of the run, and the
+    standard error of a difference is that of neighbors before: 1.4826 times their median absolute difference, as of
+    normal noise (0 with fewer than `MIN_DIFFERENCES`), divided by the root of the number of values per mean.
     """
     known_validations = [validation for validation in validations if not math.isnan(validation[1])]
     differences = [abs(after[1] - before[1]) for before, after in pairwise(known_validations)]
     median_noise = 1.4826 * statistics.median(differences) if len(differences) >= MIN_DIFFERENCES else 0.0
+    if all(math.isnan(episodes) for _, _, episodes in known_validations) and (size := len(known_validations) // 10) > 1:
+        windows = [known_validations[end - size : end] for end in range(size, len(known_validations) + 1)]
+        known_validations = [
+            (window[-1][0], statistics.fmean(success for _, success, _ in window), math.nan) for window in windows
+        ]
+        median_noise /= math.sqrt(size)
     maximum, was_below = -math.inf, False
     for step, success, episodes in known_validations:
         maximum = max(maximum, success)

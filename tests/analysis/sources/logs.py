@@ -6,6 +6,9 @@ from pathlib import Path
 from pprint import pformat
 from typing import Any
 
+from analysis.sources.importing import read_logs
+from analysis.sources.logs import RunLog
+
 WORKER = "\x1b[36m(TaskRunner pid=26424)\x1b[0m "
 
 
@@ -50,3 +53,9 @@ def write_json_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     """Write one JSON object per line."""
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return path
+
+
+def read_log(*paths: Path) -> RunLog:
+    """Read the files of one run."""
+    (log,) = read_logs(paths)
+    return log

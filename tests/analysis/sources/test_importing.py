@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 
 from analysis.data.load import load
-from analysis.sources.importing import import_logs, name_runs, read_log
+from analysis.sources.importing import import_logs, name_runs
 from analysis.sources.logs import LogError, LogRow, RunLog
 from analysis.sources.names import find_trainer, parse_name, read_names, translate_rows
 from tests.analysis.sources.logs import (
     format_verl_step,
     make_settings,
+    read_log,
     write_json_lines,
     write_verl_console,
     write_verl_run,

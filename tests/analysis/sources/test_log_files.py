@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from analysis.sources.importing import read_log
 from analysis.sources.log_files import list_runs, read_runs_file
 from analysis.sources.logs import LogError
-from tests.analysis.sources.logs import write_json_lines
+from tests.analysis.sources.logs import read_log, write_json_lines
 
 
 def touch(*paths: Path) -> None:

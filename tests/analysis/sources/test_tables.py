@@ -8,10 +8,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from analysis.sources.importing import read_log
+from analysis.sources.importing import name_runs, read_logs
 from analysis.sources.logs import LogError, RunLog
 from analysis.sources.names import find_trainer, parse_name, translate_rows
-from tests.analysis.sources.logs import write_json_lines
+from tests.analysis.sources.logs import read_log, write_json_lines
 from tests.analysis.sources.trackers import write_wandb
 
 HISTORY: list[dict[str, Any]] = [
@@ -49,6 +49,26 @@ def test_constant_text_and_the_seed_of_a_table_are_settings(tmp_path: Path) -> N
     assert log.settings == {"algorithm": "grpo", "seed": 3}
     (name,) = [parse_name("val_success", "reward, mean")]
     assert [row.get("val_success") for row in translate_rows(log, [name])] == [0.5, None]
+
+
+def test_a_table_of_several_runs_is_split_by_its_seed_and_by_typed_columns(tmp_path: Path) -> None:
+    runs = [(method, rate, seed) for method, rate in (("grpo", 0.1), ("ppo", 0.1), ("ppo", 1.0)) for seed in (1, 2)]
+    rows = [
+        {"step": step, "method": method, "rate": rate, "seed": seed, "reward": seed * step * rate}
+        for step in (1, 2)
+        for method, rate, seed in runs
+    ]
+    table = tmp_path / "log.csv"
+    table.write_text("".join(",".join(map(str, row)) + "\n" for row in [rows[0], *(row.values() for row in rows)]))
+    for path in (table, write_json_lines(tmp_path / "log.jsonl", rows)):
+        logs = read_logs([path], ["method", "rate"])
+        assert [tuple(log.settings.values()) for log in logs] == runs
+        assert [[(row.step, row.values["reward"]) for row in log.rows] for log in logs] == [
+            [(step, seed * step * rate) for step in (1, 2)] for _, rate, seed in runs
+        ]
+        assert name_runs(logs, ["method", "rate"]).pairs == [(f"{name},{rate:g}", seed) for name, rate, seed in runs]
+        assert [log.settings["seed"] for log in read_logs([path])] == [1, 2]
+        assert all("2 steps, such as 1, have several values of rate" in log.notes[0] for log in read_logs([path]))
 
 
 def test_a_table_without_a_step_is_told_what_to_do(tmp_path: Path) -> None:

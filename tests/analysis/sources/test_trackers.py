@@ -8,10 +8,10 @@ import pytest
 from tensorboardX import SummaryWriter
 from tensorboardX.proto.event_pb2 import Event
 
-from analysis.sources.importing import read_log
 from analysis.sources.log_files import list_runs
 from analysis.sources.logs import LogError, RunLog
 from analysis.sources.names import translate_rows
+from tests.analysis.sources.logs import read_log
 from tests.analysis.sources.trackers import BLOCK_BYTES, EventWriter, frame_event, write_events, write_wandb
 
 

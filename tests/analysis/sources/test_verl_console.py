@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from analysis.sources.importing import read_log
 from analysis.sources.logs import RunLog
 from analysis.sources.names import translate_rows
 from tests.analysis.sources.logs import (
     WORKER,
     format_verl_step,
     make_settings,
+    read_log,
     write_verl_console,
     write_verl_run,
 )

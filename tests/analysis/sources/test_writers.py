@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from analysis.sources.importing import read_log
 from analysis.sources.log_files import list_runs
 from analysis.sources.names import translate_rows
+from tests.analysis.sources.logs import read_log
 from trainable.models.load import find_model
 
 pytestmark = pytest.mark.processes

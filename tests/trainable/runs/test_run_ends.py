@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.fakes.trainers import Row, make_quiet_trainer, run_steps
@@ -160,3 +161,13 @@ def test_noise_of_an_unknown_number_of_episodes_is_no_collapse_and_a_lasting_fal
     assert find_collapse_of(noise, math.nan) == math.inf
     steady = [0.5, 0.52, 0.55, 0.53, 0.54, 0.56, 0.55, 0.1, 0.08, 0.09, 0.08, 0.1]
     assert find_collapse_of(steady) == find_collapse_of(steady, math.nan) == 80
+
+
+def test_the_success_of_small_batches_seldom_counts_as_a_collapse() -> None:
+    generator = np.random.default_rng(0)
+    for success in (0.3, 0.6):
+        runs = generator.binomial(8, success, (50, 200)) / 8
+        assert sum(find_collapse_of(run, math.nan) < math.inf for run in runs) <= 2
+        fallen = np.concatenate([runs[:, :120], generator.binomial(8, 0.05, (50, 80)) / 8], axis=1)
+        steps = [find_collapse_of(run, math.nan) for run in fallen]
+        assert all(1200 <= step < 1500 for step in steps)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from analysis.sources.importing import RunNames, import_logs, name_runs, read_log
+from analysis.sources.importing import RunNames, import_logs, name_runs, read_logs
 from analysis.sources.log_files import list_runs, read_runs_file
 from analysis.sources.logs import LogError, RunLog
 from analysis.sources.names import Name, parse_name
@@ -57,9 +57,12 @@ def import_study(
     with as_plan_error(LogError):
         if runs_file:
             runs, names = read_runs_file(runs_file)
-            logs = [read_log(*run) for run in runs]
+            logs = [log for run in runs for log in read_logs(run)]
+            if len(logs) > len(runs):
+                raise PlanError("A table of several runs names their seeds itself: type it as LOGS, without --runs.")
         else:
-            logs = [read_log(*run) for run in list_runs(paths)]
+            keys = [*arms, *([seed] if seed else [])]
+            logs = [log for run in list_runs(paths) for log in read_logs(run, keys)]
             names = name_runs(logs, arms, seed)
         write_logs(logs, names, folder, columns, command)
     return [*names.notes, *(f"{log.path}: {note}" for log in logs for note in log.notes)]
