@@ -93,7 +93,8 @@ def merge_rows(rows: Iterable[LogRow]) -> tuple[list[LogRow], list[str]]:
         last = merged.get(row.step)
         if last:
             differing = [name for name, value in row.values.items() if last.values.get(name, value) != value]
-            if 2 * len(differing) > len(row.values):
+            # A trainer may log several optimizer steps per step, but then these rows lack other measurements.
+            if last.values.keys() <= row.values.keys() and 2 * len(differing) > len(row.values):
                 overwritten.setdefault(row.step, differing[0])
             zeros = (last.rounded_zeros - row.values.keys()) | row.rounded_zeros
             merged[row.step] = LogRow(row.step, {**last.values, **row.values}, last.line, zeros)
