@@ -189,21 +189,23 @@ format: setup
 	$(BIN)/ruff format .
 
 # With TRL, in an environment of its own.
+# Of verl and tinker-cookbook only the classes that write logs run here, which need none of their dependencies.
 .venv-bench/ready: pyproject.toml
 	$(CHECK_PYTHON)
 	$(PYTHON) -m venv .venv-bench
 	$(BENCH)/python -m pip install --quiet --upgrade pip
 	$(BENCH)/python -m pip install --quiet "$(TORCH)"
 	$(BENCH)/python -m pip install --quiet --editable ".[test,bench]"
+	$(BENCH)/python -m pip install --quiet --no-deps verl==0.9.1 tinker-cookbook==0.6.1 chz orjson
 	touch $@
 
 # All figures beside the last ones; bench-engines has those that need vLLM. SAVE=1 makes them the last ones.
 bench: .venv-bench/ready
 	$(BENCH)/python benchmarks/figures.py $(if $(SAVE),--save)
 
-# The losses and advantages against those of TRL's trainers.
+# The losses and advantages against those of TRL's trainers, and logs that TRL, verl and tinker-cookbook write.
 test-trl: .venv-bench/ready
-	OMP_NUM_THREADS=1 $(BENCH)/python -m pytest tests/trainable/algo/test_trl_oracle.py
+	OMP_NUM_THREADS=1 $(BENCH)/python -m pytest tests/trainable/algo/test_trl_oracle.py tests/analysis/sources/test_writers.py
 
 bench-engines: .venv-engines/ready
 	OMP_NUM_THREADS=1 $(ENGINES)/python benchmarks/rollout_engines.py

@@ -1,4 +1,4 @@
-"""Logs that the trackers and trainers themselves write: W&B, and TRL where it is installed (make bench)."""
+"""Logs that the trackers and trainers themselves write: W&B, and those of other trainers in make test-trl."""
 
 import importlib.util
 import json
@@ -47,8 +47,46 @@ trainer.train()
 """
 
 
-def run_script(script: str, *arguments: object) -> None:
-    subprocess.run([sys.executable, "-c", script, *map(str, arguments)], check=True, capture_output=True)
+VERL_SCRIPT = """
+import os, sys
+from importlib.metadata import distribution
+from importlib.util import module_from_spec, spec_from_file_location
+from pprint import pprint
+
+def load(name):
+    # The package itself imports Ray and tensordict.
+    spec = spec_from_file_location(name.rpartition("/")[2], distribution("verl").locate_file(f"verl/utils/{name}.py"))
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+os.environ["VERL_FILE_LOGGER_PATH"] = sys.argv[1]
+logger = load("tracking").FileLogger("project", "run")
+console = load("logger/aggregate_logger").LocalLogger()
+pprint({"data": {"seed": 3, "train_files": "gsm8k/train.parquet"}, "algorithm": {"kl_ctrl": {"kl_coef": 0.001}}})
+for step in range(1, 5):
+    row = {"critic/score/mean": step / 8, "actor/entropy": 1 / 3, "response_length/clip_ratio": 0.0}
+    if step % 2 == 0:
+        row["val-core/openai/gsm8k/reward/mean@1"] = step / 16
+    for writer in (logger, console):
+        writer.log(row, step)
+"""
+TINKER_SCRIPT = """
+import sys
+from tinker_cookbook.utils.ml_log import JsonLogger
+logger = JsonLogger(sys.argv[1])
+logger.log_hparams({"seed": 3, "loss": {"kl_coef": 0.1}})
+for step in range(4):
+    row = {"env/all/reward/total": step / 8, "optim/entropy": 1 / 3, "progress/batch": step}
+    if step % 2 == 0:
+        row["test/env/all/reward/total"] = step / 16
+    logger.log_metrics(row, step=step)
+"""
+
+
+def run_script(script: str, *arguments: object) -> str:
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def test_runs_that_wandb_has_written_and_resumed(tmp_path: Path) -> None:
@@ -71,7 +109,7 @@ def test_runs_that_wandb_has_written_and_resumed(tmp_path: Path) -> None:
     assert len(read_log(*files).rows) == 4
 
 
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed: make .venv-bench/ready")
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="make test-trl")
 def test_what_trl_writes_is_the_same_in_its_state_tensorboard_and_wandb(tmp_path: Path) -> None:
     run_script(TRL_SCRIPT, tmp_path, find_model("sokoban-tiny"))
     (state,) = list_runs([tmp_path])
@@ -95,3 +133,38 @@ def test_what_trl_writes_is_the_same_in_its_state_tensorboard_and_wandb(tmp_path
             assert [other_row.get(column) for column in columns] == pytest.approx(
                 [row.get(column) for column in columns]
             )
+
+
+needs_trainers = pytest.mark.skipif(importlib.util.find_spec("tinker_cookbook") is None, reason="make test-trl")
+
+
+@needs_trainers
+def test_what_verl_prints_is_what_it_writes_to_a_file(tmp_path: Path) -> None:
+    console = tmp_path / "console.log"
+    console.write_text(run_script(VERL_SCRIPT, tmp_path / "run.jsonl"))
+    printed, written = read_log(console), read_log(tmp_path / "run.jsonl")
+    assert printed.settings == {
+        "data.seed": 3,
+        "data.train_files": "gsm8k/train.parquet",
+        "algorithm.kl_ctrl.kl_coef": 0.001,
+    }
+    columns = ("step", "train_reward", "entropy", "train_truncated", "val_success")
+    expected = [[step, step / 8, 1 / 3, 0.0, None if step % 2 else step / 16] for step in range(1, 5)]
+    for log in (printed, written):
+        assert [[row.get(column) for column in columns] for row in translate_rows(log)] == expected
+
+
+@needs_trainers
+def test_what_tinker_cookbook_writes(tmp_path: Path) -> None:
+    run_script(TINKER_SCRIPT, tmp_path)
+    (files,) = list_runs([tmp_path])
+    log = read_log(*files)
+    assert log.settings == {"seed": 3, "loss.kl_coef": 0.1}
+    columns = ("step", "train_reward", "entropy_sampled", "base_val_success", "val_success")
+    # Steps count from 0, and a validation is made before the update of its row.
+    assert [[row.get(column) for column in columns] for row in translate_rows(log)] == [
+        [1, 0.0, 1 / 3, 0.0, None],
+        [2, 0.125, 1 / 3, None, 0.125],
+        [3, 0.25, 1 / 3, None, None],
+        [4, 0.375, 1 / 3, None, None],
+    ]
