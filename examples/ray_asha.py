@@ -7,13 +7,12 @@ from ray.tune.schedulers import ASHAScheduler
 
 from tune_study import PPO, param_space, rules
 
+small = {"env.env_groups": 4, "env.val_env_groups": 64, "env.test_env_groups": 64}
 scheduler = ASHAScheduler(time_attr="step", max_t=6, grace_period=2, reduction_factor=2)
 tuner = tune.Tuner(
     PPO,
-    param_space=param_space(
-        "entropy", **{"trainer.total_training_steps": 6, "trainer.test_freq": 2, "env.val_env_groups": 64}
-    ),
-    tune_config=tune.TuneConfig(metric="val_success", mode="max", scheduler=scheduler),
+    param_space=param_space("entropy", **{"trainer.total_training_steps": 6, "trainer.test_freq": 2, **small}),
+    tune_config=tune.TuneConfig(metric="val_success", mode="max", scheduler=scheduler, reuse_actors=True),
     run_config=tune.RunConfig(
         name="entropy-asha",
         storage_path=sys.argv[1] if len(sys.argv) > 1 else "~/ray_results",

@@ -5,12 +5,13 @@ import sys
 import analysis
 from tune_study import make_tuner
 
+small = {"env.env_groups": 4, "env.val_env_groups": 64, "env.test_env_groups": 64}
 tuner = make_tuner(
     "kl",
     "laptop",
     seeds=2,
     values=("0", "0.1"),
-    settings={"trainer.total_training_steps": 6, "trainer.test_freq": 3, "env.val_env_groups": 64},
+    settings={"trainer.total_training_steps": 6, "trainer.test_freq": 3, **small},
     storage_path=sys.argv[1] if len(sys.argv) > 1 else "~/ray_results",  # or s3://bucket/studies
 )
 results = tuner.fit()

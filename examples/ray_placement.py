@@ -6,8 +6,9 @@ from ray import tune
 
 from tune_study import PPO, param_space
 
+small = {"env.env_groups": 4, "env.val_env_groups": 64, "env.test_env_groups": 64}
 group = tune.PlacementGroupFactory([{"CPU": 2}], strategy="STRICT_PACK")
-settings = {"trainer.total_training_steps": 2, "trainer.test_freq": 2, "env.val_env_groups": 64}
+settings = {"trainer.total_training_steps": 2, "trainer.test_freq": 2, **small}
 tuner = tune.Tuner(
     tune.with_resources(PPO, group),
     param_space=param_space("top-p", values=("0.9", "nofilter"), **settings),

@@ -4,7 +4,8 @@ import sys
 
 from tune_study import PPO, make_tuner
 
-settings = {"trainer.total_training_steps": 4, "trainer.test_freq": 2, "env.val_env_groups": 64}
+small = {"env.env_groups": 4, "env.val_env_groups": 64, "env.test_env_groups": 64}
+settings = {"trainer.total_training_steps": 4, "trainer.test_freq": 2, **small}
 storage_path = sys.argv[1] if len(sys.argv) > 1 else "~/ray_results"
 tuner = make_tuner("kl", values=("0", "0.1"), settings=settings, name="kl-probed", storage_path=storage_path)
 results = tuner.fit()
