@@ -1,23 +1,22 @@
 """Read tables with a row per step: CSV and TSV, as pandas, spreadsheets and trackers write them."""
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from analysis.sources.logs import LogError, RunLog
-from analysis.sources.steps import STEP_KEYS, find_step_key, make_logs
+from analysis.sources.steps import STEP_KEYS, Roles, find_step_key, make_logs
 
 _SUFFIXES = (".csv", ".tsv")
 _SEPARATORS = ",\t;"
 _MAX_CELL_CHARACTERS = 2**24
 
 
-def read_csv(path: Path, content: bytes, run_keys: Sequence[str]) -> list[RunLog]:
+def read_csv(path: Path, content: bytes, roles: Roles) -> list[RunLog]:
     """Read a table whose first line names its columns; empty if that line names no step, and the file no table.
 
-    Empty cells are missing values. A column of text that is the same in all rows is a setting. run_keys: see
-    `make_logs`.
+    Empty cells are missing values. A column of text that is the same in all rows is a setting.
 
     Raises LogError for a table without a column of the step.
     """
@@ -28,18 +27,18 @@ def read_csv(path: Path, content: bytes, run_keys: Sequence[str]) -> list[RunLog
     reader = csv.DictReader(lines, delimiter=separator, restkey="", restval="")
     try:
         names = [name for name in reader.fieldnames or () if name]
-        if not find_step_key(names):
+        if not find_step_key(names, roles.step):
             if path.suffix not in _SUFFIXES or not names:
                 return []
             raise LogError(
-                f"{path} has no column of the training step: name it `step` (or {', '.join(STEP_KEYS[:4])}). Its "
-                f"columns are {', '.join(names[:15])}."
+                f"{path} has no column of the training step: type --column step=NAME, or call it "
+                f"{', '.join(STEP_KEYS[:4])}. Its columns are {', '.join(names[:15])}."
             )
         table = [(reader.line_num, cells) for cells in reader]
     except csv.Error as error:
         raise LogError(f"{path} is no table that can be read: {error} in line {reader.line_num}.") from None
     entries = [(line, {name: _parse(cells[name]) for name in names if cells[name].strip()}) for line, cells in table]
-    return make_logs(path, "table", entries, _find_settings([entry for _, entry in entries], names), run_keys)
+    return make_logs(path, "table", entries, _find_settings([entry for _, entry in entries], names), roles)
 
 
 def _parse(cell: str) -> float | str:

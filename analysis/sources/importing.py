@@ -11,7 +11,7 @@ from analysis.sources.event_files import read_event_files
 from analysis.sources.json_logs import read_json_lines, read_trainer_state
 from analysis.sources.logs import LogError, RunLog, merge_rows
 from analysis.sources.names import Name, translate_rows
-from analysis.sources.steps import SEED_KEY
+from analysis.sources.steps import ROLES_BY_NAME, SEED_KEY, Roles
 from analysis.sources.verl_console import read_verl_console
 from analysis.sources.wandb_files import read_wandb_files
 from trainable.files.json_lines import write_lines
@@ -63,11 +63,10 @@ class RunNames(NamedTuple):
     notes: list[str]
 
 
-def read_logs(paths: Sequence[Path], run_keys: Sequence[str] = ()) -> list[RunLog]:
+def read_logs(paths: Sequence[Path], roles: Roles = ROLES_BY_NAME) -> list[RunLog]:
     """Read the files of a run, or a table of several, whatever their format.
 
-    run_keys: columns of a table in which its runs differ, besides those of a seed. Raises LogError if the files are no
-    log of an RL run.
+    Raises LogError if the files are no log of an RL run.
     """
     files: list[tuple[Path, bytes]] = []
     for path in paths:
@@ -78,7 +77,7 @@ def read_logs(paths: Sequence[Path], run_keys: Sequence[str] = ()) -> list[RunLo
     for read_all in SEVERAL_FILES_READERS:
         if log := read_all(files):
             return [log]
-    logs = [log for path, content in files for log in _read_file(path, content, run_keys)]
+    logs = [log for path, content in files for log in _read_file(path, content, roles)]
     if len(files) == 1:
         return logs
     rows, notes = merge_rows(row for log in logs for row in log.rows)
@@ -86,14 +85,14 @@ def read_logs(paths: Sequence[Path], run_keys: Sequence[str] = ()) -> list[RunLo
     return [RunLog(paths[0], logs[0].format, rows, settings, notes)]
 
 
-def _read_file(path: Path, content: bytes, run_keys: Sequence[str]) -> list[RunLog]:
+def _read_file(path: Path, content: bytes, roles: Roles) -> list[RunLog]:
     if log := read_trainer_state(path, content):
         return [log]
-    if logs := read_json_lines(path, content, run_keys):
+    if logs := read_json_lines(path, content, roles):
         return logs
     if log := read_verl_console(path, content):
         return [log]
-    if logs := read_csv(path, content, run_keys):
+    if logs := read_csv(path, content, roles):
         return logs
     raise LogError(
         f"{path} has no training step in any format that is known here: the console of verl, JSON lines or a table "

@@ -1,25 +1,24 @@
 """Read JSON logs: one object per line, or the trainer_state.json of transformers."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from analysis.sources.event_files import read_event_settings
 from analysis.sources.logs import RunLog, flatten, to_number
-from analysis.sources.steps import make_log, make_logs
+from analysis.sources.steps import Roles, make_log, make_logs
 from trainable.files.paths import read_bytes
 
 _SETTINGS_FILES = ("config.json", "args.json")
 _TRL_SETTINGS_FILES = ("config.json", "adapter_config.json", "training_args.json")
 
 
-def read_json_lines(path: Path, content: bytes, run_keys: Sequence[str]) -> list[RunLog]:
+def read_json_lines(path: Path, content: bytes, roles: Roles) -> list[RunLog]:
     """Read one JSON object per line, or a list of them, flat or nested; empty if the file begins with neither.
 
     verl's file logger has `{"step": N, "data": {...}}`. prime-rl writes several lines per step, which belong together.
     Exports of W&B and of pandas have one object per row. Settings are those of a config.json beside the log, as
-    tinker-cookbook writes it. run_keys: see `make_logs`.
+    tinker-cookbook writes it.
     """
     start = content.lstrip()[:1]
     if start == b"[":
@@ -43,7 +42,7 @@ def read_json_lines(path: Path, content: bytes, run_keys: Sequence[str]) -> list
         data = row.get("data") if isinstance(row, dict) else None
         if isinstance(row, dict):
             entries.append((number, flatten({**data, "step": row.get("step")} if isinstance(data, dict) else row)))
-    logs = make_logs(path, "JSON lines", entries, _read_settings(path.parent, _SETTINGS_FILES), run_keys)
+    logs = make_logs(path, "JSON lines", entries, _read_settings(path.parent, _SETTINGS_FILES), roles)
     if logs and broken:
         logs[0].notes.append(
             f"{broken} lines are damaged and were skipped, such as the last one of a run that was killed."

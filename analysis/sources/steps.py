@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from analysis.sources.logs import LogRow, RunLog, merge_rows, to_number
 
@@ -28,32 +28,44 @@ _OTHER_KEYS = ("eval/global_step", "eval/step", "progress/batch")
 validations."""
 _COUNTERS = {*STEP_KEYS, *_OTHER_KEYS, "train/step"}
 SEED_KEY = re.compile(r"(^|[._])seed$")
+
+
+class Roles(NamedTuple):
+    """What columns of a table are, besides those whose names say so."""
+
+    runs: Sequence[str] = ()
+    """Columns in which the runs of a table differ."""
+    step: str = ""
+    """The column of the training step."""
+
+
+ROLES_BY_NAME = Roles()
 Entries = Sequence[tuple[int, Mapping[str, Any]]]
 """Numbers of lines, from 1, and the flat values of each."""
 
 
-def find_step_key(names: Iterable[str]) -> str:
-    """Find the name of the training step among `names`, whatever its case; empty if there is none.
+def find_step_key(names: Iterable[str], step: str = "") -> str:
+    """Find the name of the training step among `names`: `step`, or a known one in any case; empty if there is none.
 
     >>> find_step_key(["_step", "train/step", "rollout/step", "reward"])
     'rollout/step'
     """
     by_lower = {name.lower(): name for name in names}
-    return next((by_lower[key] for key in STEP_KEYS if key in by_lower), "")
+    return next((by_lower[key] for key in (step.lower(), *STEP_KEYS) if key in by_lower), "")
 
 
 def make_logs(
-    path: Path, format_name: str, entries: Entries, settings: Mapping[str, Any], run_keys: Sequence[str]
+    path: Path, format_name: str, entries: Entries, settings: Mapping[str, Any], roles: Roles
 ) -> list[RunLog]:
     """Make the logs of a table with the rows of several runs; empty if no row has a step and a number.
 
-    Runs differ in columns that all rows have: those of a seed, and those that run_keys names. Their values count as
+    Runs differ in columns that all rows have: those of a seed, and those that `roles` names. Their values count as
     settings of the run.
     """
     keys = [
         name
         for name in (entries[0][1] if entries else ())
-        if (name in run_keys or SEED_KEY.search(name))
+        if (name in roles.runs or SEED_KEY.search(name))
         and all(isinstance(entry.get(name), str | int | float) for _, entry in entries)
     ]
     entries_by_run: dict[tuple[Any, ...], list[tuple[int, Mapping[str, Any]]]] = {}
@@ -66,18 +78,22 @@ def make_logs(
             key: int(value) if isinstance(value, float) and value.is_integer() else value
             for key, value in zip(keys, values, strict=True)
         }
-        log = make_log(path, format_name, run_entries, {**settings, **run_settings})
+        log = make_log(path, format_name, run_entries, {**settings, **run_settings}, roles.step)
         logs += [log] if log else []
     return logs
 
 
-def make_log(path: Path, format_name: str, entries: Entries, settings: Mapping[str, Any]) -> RunLog | None:
+def make_log(
+    path: Path, format_name: str, entries: Entries, settings: Mapping[str, Any], step_name: str = ""
+) -> RunLog | None:
     """Make a log from flat entries with their line numbers; None if none of them has a step and a number.
 
     Entries without the training step belong to the last step before them, but those whose `step` is null do not: they
     were measured by time. What is validated as step 0 before the first training step is before training.
     """
-    step_key = find_step_key({name for _, entry in entries for name, value in entry.items() if value is not None})
+    step_key = find_step_key(
+        {name for _, entry in entries for name, value in entry.items() if value is not None}, step_name
+    )
     if not step_key:
         return None
     rows: list[LogRow] = []

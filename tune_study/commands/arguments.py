@@ -118,7 +118,7 @@ Json = Annotated[bool, Option("--json", help="Print one JSON object instead, for
 LogSeed = Annotated[str | None, option("KEY", "The setting that is the seed.", "--seed")]
 LogColumns = Annotated[
     list[str] | None,
-    option("OURS=THEIRS", "A measurement that the tables do not know; repeatable.", "--column"),
+    option("OURS=THEIRS", "A measurement that the tables do not know, or the `step`; repeatable.", "--column"),
 ]
 
 

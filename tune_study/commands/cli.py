@@ -349,8 +349,8 @@ def import_runs(
     from tune_study.commands.reading import importing, results
 
     console, folder = make_console(quiet=as_json), output / "results" / study
-    names = importing.parse_columns(column or [], columns or [])
-    notes = importing.import_study(logs or [], folder, arm or [], seed, names, runs)
+    names, step = importing.parse_columns(column or [], columns or [])
+    notes = importing.import_study(logs or [], folder, arm or [], seed, names, step, runs)
     for note in notes:
         print_line(console, note)
     folder = _make_absolute(folder)
@@ -375,7 +375,7 @@ def noise_floor(
     """Estimate from runs of one setting which difference a number of seeds can detect."""
     from tune_study.commands.reading import importing, noise_floor
 
-    frames, is_study = noise_floor.read_frames(sources, seed, importing.parse_columns(column or [], []))
+    frames, is_study = noise_floor.read_frames(sources, seed, *importing.parse_columns(column or [], []))
     answer = noise_floor.estimate_floors(frames, noise_floor.choose_arm(frames, arm, has_baseline=is_study))
     if as_json:
         print_json("noise-floor", answer)

@@ -11,6 +11,7 @@ import pytest
 from analysis.sources.importing import name_runs, read_logs
 from analysis.sources.logs import LogError, RunLog
 from analysis.sources.names import find_trainer, parse_name, translate_rows
+from analysis.sources.steps import Roles
 from tests.analysis.sources.logs import read_log, write_json_lines
 from tests.analysis.sources.trackers import write_wandb
 
@@ -61,7 +62,7 @@ def test_a_table_of_several_runs_is_split_by_its_seed_and_by_typed_columns(tmp_p
     table = tmp_path / "log.csv"
     table.write_text("".join(",".join(map(str, row)) + "\n" for row in [rows[0], *(row.values() for row in rows)]))
     for path in (table, write_json_lines(tmp_path / "log.jsonl", rows)):
-        logs = read_logs([path], ["method", "rate"])
+        logs = read_logs([path], Roles(["method", "rate"]))
         assert [tuple(log.settings.values()) for log in logs] == runs
         assert [[(row.step, row.values["reward"]) for row in log.rows] for log in logs] == [
             [(step, seed * step * rate) for step in (1, 2)] for _, rate, seed in runs
@@ -74,8 +75,10 @@ def test_a_table_of_several_runs_is_split_by_its_seed_and_by_typed_columns(tmp_p
 def test_a_table_without_a_step_is_told_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     path.write_text("epoch,reward\n1,.5\n")
-    with pytest.raises(LogError, match=r"no column of the training step: name it `step` .* Its columns are epoch, rew"):
+    with pytest.raises(LogError, match=r"no column of the training step: type --column step=NAME.* are epoch, reward"):
         read_log(path)
+    (log,) = read_logs([path], Roles(step="epoch"))
+    assert list_rows(log) == [(1, {"reward": 0.5})]
 
 
 @pytest.mark.parametrize(

@@ -8,29 +8,36 @@ from analysis.sources.importing import RunNames, import_logs, name_runs, read_lo
 from analysis.sources.log_files import list_runs, read_runs_file
 from analysis.sources.logs import LogError, RunLog
 from analysis.sources.names import Name, parse_name
+from analysis.sources.steps import Roles
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import SCHEMA, AxisRecord, StudyRecord
 from tune_study.plan.errors import PlanError, as_plan_error
 
 
-def parse_columns(texts: Sequence[str], files: Sequence[Path]) -> list[Name]:
-    """Parse OURS=THEIRS of the command line and, per line, of files, where `#` begins a comment."""
+def parse_columns(texts: Sequence[str], files: Sequence[Path]) -> tuple[list[Name], str]:
+    """Parse OURS=THEIRS of the command line and, per line, of files, where `#` begins a comment.
+
+    Returns the names of measurements, and the name of the step, which is empty if none was typed.
+    """
     lines = list(texts)
     for path in files:
         try:
             lines += [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(f"{format_value(str(path), 1000)} cannot be read ({error}).") from None
-    names = []
+    names, step = list[Name](), ""
     for line in lines:
         column, separator, key = (word.strip() for word in line.partition("="))
         if not (separator and column and key):
             raise PlanError(
                 f"{format_value(line)} names no column: type OURS=THEIRS, such as --column val_success=eval/accuracy."
             )
-        names.append(parse_name(column, key))
-    return names
+        if column == "step":
+            step = key
+        else:
+            names.append(parse_name(column, key))
+    return names, step
 
 
 def import_study(
@@ -39,12 +46,13 @@ def import_study(
     arms: Sequence[str],
     seed: str | None,
     columns: Sequence[Name],
+    step: str = "",
     runs_file: Path | None = None,
 ) -> list[str]:
     """Write the logs as a study to `folder`, and return what a reader must know about them, in sentences.
 
-    runs_file: a table of logs, arms and seeds, in place of the others. Raises PlanError, before anything is written, if
-    the folder exists, or if the logs cannot be read or told apart.
+    columns, step: see `parse_columns`. runs_file: a table of logs, arms and seeds, in place of the others. Raises
+    PlanError, before anything is written, if the folder exists, or if the logs cannot be read or told apart.
     """
     if folder.exists():
         raise PlanError(f"{format_value(str(folder), 1000)} exists: type another --study or --output.")
@@ -57,12 +65,12 @@ def import_study(
     with as_plan_error(LogError):
         if runs_file:
             runs, names = read_runs_file(runs_file)
-            logs = [log for run in runs for log in read_logs(run)]
+            logs = [log for run in runs for log in read_logs(run, Roles(step=step))]
             if len(logs) > len(runs):
                 raise PlanError("A table of several runs names their seeds itself: type it as LOGS, without --runs.")
         else:
-            keys = [*arms, *([seed] if seed else [])]
-            logs = [log for run in list_runs(paths) for log in read_logs(run, keys)]
+            roles = Roles((*arms, *([seed] if seed else [])), step)
+            logs = [log for run in list_runs(paths) for log in read_logs(run, roles)]
             names = name_runs(logs, arms, seed)
         write_logs(logs, names, folder, columns, command)
     return [*names.notes, *(f"{log.path}: {note}" for log in logs for note in log.notes)]

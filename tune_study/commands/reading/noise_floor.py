@@ -14,6 +14,7 @@ from analysis.data.load import load
 from analysis.sources.importing import RunNames, name_runs, read_logs
 from analysis.sources.log_files import list_runs
 from analysis.sources.names import Name
+from analysis.sources.steps import Roles
 from analysis.stats.estimates import MIN_SEEDS, estimate_deviation
 from analysis.sweep.planned_power import POWER, find_noise_floors
 from analysis.sweep.verdicts import format_number
@@ -29,10 +30,12 @@ from tune_study.plan.typed_settings import find_arm
 SEED_COUNTS = (2, 3, 5, 8, 10, 20)
 
 
-def read_frames(sources: Sequence[str], seed_key: str | None, columns: Sequence[Name]) -> tuple[StudyFrames, bool]:
+def read_frames(
+    sources: Sequence[str], seed_key: str | None, columns: Sequence[Name], step: str = ""
+) -> tuple[StudyFrames, bool]:
     """Read one RUN, or logs as `import` does. Return the frames, and whether they are of a RUN.
 
-    Raises PlanError if a source cannot be read.
+    columns, step: see `importing.parse_columns`. Raises PlanError if a source cannot be read.
     """
     folders = [
         source
@@ -50,7 +53,7 @@ def read_frames(sources: Sequence[str], seed_key: str | None, columns: Sequence[
     with tempfile.TemporaryDirectory() as temp_dir, as_plan_error(ValueError):
         folder = Path(temp_dir) / "results" / "logs"
         runs = list_runs([Path(source) for source in sources])
-        logs = [log for run in runs for log in read_logs(run, [seed_key] if seed_key else [])]
+        logs = [log for run in runs for log in read_logs(run, Roles([seed_key] if seed_key else [], step))]
         # Logs without settings are of one setting, since nobody can tell them apart.
         same = RunNames("", [("all", number) for number in range(len(logs))], [])
         run_names = name_runs(logs, (), seed_key) if seed_key or any(log.settings for log in logs) else same
