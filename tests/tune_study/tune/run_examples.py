@@ -1,4 +1,4 @@
-"""Run the examples with Ray Tune in one process, and print as JSON what they leave: python -m ... OUTPUT NAME..."""
+"""Run the examples with Ray Tune in one process, and print a line of JSON per example: python -m ... OUTPUT NAME..."""
 
 import contextlib
 import io
@@ -35,4 +35,5 @@ def describe(result: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: run_example(name, sys.argv[1]) for name in sys.argv[2:]}))
+    for example in sys.argv[2:]:
+        print(json.dumps({"name": example, **run_example(example, sys.argv[1])}), flush=True)

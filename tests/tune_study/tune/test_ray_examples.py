@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,39 @@ NAMES = sorted(path.stem for path in EXAMPLES.glob("ray_*.py"))
 MAX_LINES = 30
 
 
-def run_examples(output: Path, *names: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.tune_study.tune.run_examples", str(output), *names]
-    process = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr[-3000:]
-    answer: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
-    return answer
+class Examples:
+    """The results of examples by name, of which each test waits for its own alone."""
+
+    def __init__(self, output: Path, *names: str) -> None:
+        """Start the examples, which share one Ray."""
+        self.errors = output / "errors.txt"
+        self.results: dict[str, Any] = {}
+        command = [sys.executable, "-m", "tests.tune_study.tune.run_examples", str(output), *names]
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                command, cwd=EXAMPLES.parent, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        while name not in self.results:
+            assert self.process.stdout
+            line = self.process.stdout.readline()
+            assert line, self.errors.read_text()[-3000:]
+            if line.startswith('{"name"'):
+                result = json.loads(line)
+                self.results[result["name"]] = result
+        result = self.results[name]
+        assert all(trial["error"] is None and not trial["rows"][-1].get("failure") for trial in result["trials"])
+        return result
 
 
 @pytest.fixture(scope="module")
-def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def examples(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Examples]:
     """The results of all examples."""
-    return run_examples(tmp_path_factory.mktemp("examples"), *NAMES)
+    examples = Examples(tmp_path_factory.mktemp("examples"), *NAMES)
+    yield examples
+    with examples.process:
+        examples.process.terminate()
 
 
 def list_steps(trial: Mapping[str, Any]) -> list[int]:
@@ -50,14 +71,7 @@ def test_the_examples_are_short() -> None:
         assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= MAX_LINES, name
 
 
-def test_no_trial_fails(examples: dict[str, Any]) -> None:
-    for name, example in examples.items():
-        for trial in example["trials"]:
-            assert trial["error"] is None, name
-            assert not trial["rows"][-1].get("failure"), name
-
-
-def test_a_grid_has_its_axis_and_seeds_in_the_configuration(examples: dict[str, Any]) -> None:
+def test_a_grid_has_its_axis_and_seeds_in_the_configuration(examples: Examples) -> None:
     trials = examples["ray_grid"]["trials"]
     settings = [(trial["config"]["actor.kl_loss_coef"], trial["config"]["seed"]) for trial in trials]
     assert sorted(settings) == [(0.0, 0), (0.0, 1), (0.1, 0), (0.1, 1)]
@@ -67,7 +81,7 @@ def test_a_grid_has_its_axis_and_seeds_in_the_configuration(examples: dict[str, 
     assert examples["ray_grid"]["text"].rpartition("test_success")[2].count("completed") == 4  # of `analysis.load`
 
 
-def test_halving_ends_trials_that_are_behind(examples: dict[str, Any]) -> None:
+def test_halving_ends_trials_that_are_behind(examples: Examples) -> None:
     trials = examples["ray_asha"]["trials"]
     last_rows = {trial["config"]["actor.entropy_coeff"]: trial["rows"][-1] for trial in trials}
     assert len(last_rows) == 6
@@ -76,7 +90,7 @@ def test_halving_ends_trials_that_are_behind(examples: dict[str, Any]) -> None:
     assert all(row["done"] and row["finished"] == (row["step"] == 6) for row in last_rows.values())
 
 
-def test_a_population_exploits_its_best(examples: dict[str, Any]) -> None:
+def test_a_population_exploits_its_best(examples: Examples) -> None:
     trials = examples["ray_pbt"]["trials"]
     assert all(trial["rows"][-1]["step"] == 6 for trial in trials)
     rates = {trial["config"]["actor.lr"] for trial in trials}
@@ -85,7 +99,7 @@ def test_a_population_exploits_its_best(examples: dict[str, Any]) -> None:
     assert rates != first_rates  # at least one trial continues from a copy of another, with another rate
 
 
-def test_optuna_is_told_the_mean_of_two_seeds(examples: dict[str, Any]) -> None:
+def test_optuna_is_told_the_mean_of_two_seeds(examples: Examples) -> None:
     text = examples["ray_optuna"]["text"]
     assert "config/actor.lr" in text
     rows = [line.split() for line in text.splitlines() if line[:1].isdigit()]
@@ -93,17 +107,17 @@ def test_optuna_is_told_the_mean_of_two_seeds(examples: dict[str, Any]) -> None:
     assert rows[0][1] == rows[1][1] != rows[2][1] == rows[3][1]
 
 
-def test_the_best_checkpoint_is_probed(examples: dict[str, Any]) -> None:
+def test_the_best_checkpoint_is_probed(examples: Examples) -> None:
     text = examples["ray_probe"]["text"]
     assert "after step 4 greedy success on test levels: 0." in text
     assert float(text.rsplit(":", 1)[1]) > 0
 
 
-def test_a_placement_group_takes_the_place_of_ours(examples: dict[str, Any]) -> None:
+def test_a_placement_group_takes_the_place_of_ours(examples: Examples) -> None:
     assert len(examples["ray_placement"]["text"].splitlines()) > 2
 
 
-def test_a_foreign_trainable_is_stopped_by_our_rules(examples: dict[str, Any]) -> None:
+def test_a_foreign_trainable_is_stopped_by_our_rules(examples: Examples) -> None:
     assert "22  reward_variance_collapse" in examples["ray_stoppers"]["text"]
 
 
@@ -118,7 +132,10 @@ def test_a_killed_experiment_continues_to_the_same_rows(examples: dict[str, Any]
         while not any(name in path.read_text() for path in tmp_path.glob("kl-restored/experiment_state*")):
             assert driver.poll() is None
         os.killpg(driver.pid, signal.SIGKILL)
-    (restored,) = run_examples(tmp_path, "ray_restore")["ray_restore"]["trials"]
+    rerun = Examples(tmp_path, "ray_restore")
+    with rerun.process:
+        (restored,) = rerun["ray_restore"]["trials"]
+    assert rerun.process.returncode == 0
     (straight,) = examples["ray_restore"]["trials"]
     assert restored["rows"][-1]["iterations_since_restore"] < 12  # it did not begin again
     # Tune's own file may lack the rows before the kill; the checkpoint has them.
