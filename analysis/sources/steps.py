@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from analysis.sources.logs import LogRow, RunLog, merge_rows, to_number
+from analysis.sources.logs import LogError, LogRow, RunLog, merge_rows, to_number
 
 STEP_KEYS = (
     "step",
@@ -60,7 +61,7 @@ def make_logs(
     """Make the logs of a table with the rows of several runs; empty if no row has a step and a number.
 
     Runs differ in columns that all rows have: those of a seed, and those that `roles` names. Their values count as
-    settings of the run.
+    settings of the run. Raises LogError if another column changes with each return to the first step.
     """
     keys = [
         name
@@ -78,9 +79,28 @@ def make_logs(
             key: int(value) if isinstance(value, float) and value.is_integer() else value
             for key, value in zip(keys, values, strict=True)
         }
+        _check_runs(path, run_entries, roles.step)
         log = make_log(path, format_name, run_entries, {**settings, **run_settings}, roles.step)
         logs += [log] if log else []
     return logs
+
+
+def _check_runs(path: Path, entries: Entries, step_name: str) -> None:
+    """Raise LogError if the entries are of several runs, which one column tells apart."""
+    step_key = find_step_key(entries[0][1], step_name)
+    steps = [to_number(entry.get(step_key)) or 0 for _, entry in entries]
+    returns = [after < before for before, after in pairwise(steps)]
+    # A resumed run returns to a later step than its first one.
+    if not any(returns) or any(
+        step > steps[0] for step, is_return in zip(steps[1:], returns, strict=True) if is_return
+    ):
+        return
+    for name in entries[0][1]:
+        values = [entry.get(name) for _, entry in entries]
+        if [after != before for before, after in pairwise(values)] == returns:
+            raise LogError(
+                f"{path} has the rows of several runs, whose column {name} differs: type --arm {name} or --seed {name}."
+            )
 
 
 def make_log(

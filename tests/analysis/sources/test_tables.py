@@ -69,6 +69,10 @@ def test_a_table_of_several_runs_is_split_by_its_seed_and_by_typed_columns(tmp_p
         ]
         assert name_runs(logs, ["method", "rate"]).pairs == [(f"{name},{rate:g}", seed) for name, rate, seed in runs]
         assert [log.settings["seed"] for log in read_logs([path])] == [1, 2]
+    by_run = sorted(rows, key=lambda row: row["method"])[2:]
+    with pytest.raises(LogError, match="has the rows of several runs, whose column method differs: type --arm method"):
+        read_logs([write_json_lines(tmp_path / "by_run.jsonl", by_run)])
+    for path in (table, tmp_path / "log.jsonl"):
         assert all("2 steps, such as 1, have several values of rate" in log.notes[0] for log in read_logs([path]))
 
 

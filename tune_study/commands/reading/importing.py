@@ -73,7 +73,8 @@ def import_study(
             logs = [log for run in list_runs(paths) for log in read_logs(run, roles)]
             names = name_runs(logs, arms, seed)
         write_logs(logs, names, folder, columns, command)
-    return [*names.notes, *(f"{log.path}: {note}" for log in logs for note in log.notes)]
+    # The runs of a table share its path.
+    return list(dict.fromkeys([*names.notes, *(f"{log.path}: {note}" for log in logs for note in log.notes)]))
 
 
 def write_logs(
