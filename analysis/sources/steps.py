@@ -88,15 +88,13 @@ def make_logs(
 def _check_runs(path: Path, entries: Entries, step_name: str) -> None:
     """Raise LogError if the entries are of several runs, which one column tells apart."""
     step_key = find_step_key(entries[0][1], step_name)
-    steps = [to_number(entry.get(step_key)) or 0 for _, entry in entries]
-    returns = [after < before for before, after in pairwise(steps)]
+    rows = [(step, entry) for _, entry in entries if (step := to_number(entry.get(step_key))) is not None]
+    returns = [after < before for (before, _), (after, _) in pairwise(rows)]
     # A resumed run returns to a later step than its first one.
-    if not any(returns) or any(
-        step > steps[0] for step, is_return in zip(steps[1:], returns, strict=True) if is_return
-    ):
+    if not any(returns) or any(step > rows[0][0] for (step, _), back in zip(rows[1:], returns, strict=True) if back):
         return
     for name in entries[0][1]:
-        values = [entry.get(name) for _, entry in entries]
+        values = [entry.get(name) for _, entry in rows]
         if [after != before for before, after in pairwise(values)] == returns:
             raise LogError(
                 f"{path} has the rows of several runs, whose column {name} differs: type --arm {name} or --seed {name}."
