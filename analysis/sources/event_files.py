@@ -111,7 +111,12 @@ def _read_settings(value: Any) -> dict[str, Any]:
         from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
         hparams = HParamsPluginData.FromString(value.metadata.plugin_data.content).session_start_info.hparams
-        return {name: getattr(setting, setting.WhichOneof("kind")) for name, setting in hparams.items()}
+        settings = {name: getattr(setting, setting.WhichOneof("kind")) for name, setting in hparams.items()}
+        # All numbers are stored as floats.
+        return {
+            name: int(value) if isinstance(value, float) and value.is_integer() else value
+            for name, value in settings.items()
+        }
     try:
         return flatten(json.loads(value.tensor.string_val[0]))
     except (IndexError, ValueError, AttributeError):

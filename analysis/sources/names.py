@@ -110,7 +110,10 @@ def translate_rows(log: RunLog, own_names: Sequence[Name] = ()) -> list[dict[str
             base |= validation
         if step == 0:
             continue
-        theirs = {f"{trainer}/{key}" if key in ours else key: value for key, value in row.values.items()}
+        theirs = {
+            f"{trainer}/{key}" if key in ours and values.get(key) != value else key: value
+            for key, value in row.values.items()
+        }
         first = {f"base_{column}": value for column, value in base.items()} if not rows else {}
         origin = {"source": log.format, "file": str(log.path), "line": row.line}
         rows.append({**theirs, **values, **first, "step": step, **origin})

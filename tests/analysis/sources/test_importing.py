@@ -1,13 +1,20 @@
 """Arms and seeds of logs, and the study that they become."""
 
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from analysis.data.load import load
-from analysis.sources.importing import import_logs, name_runs
+from analysis.sources.importing import import_logs, name_runs, read_logs
+from analysis.sources.log_files import list_runs
 from analysis.sources.logs import LogError, LogRow, RunLog
 from analysis.sources.names import find_trainer, parse_name, read_names, translate_rows
+from analysis.sources.steps import Roles
 from tests.analysis.sources.logs import (
     format_verl_step,
     make_settings,
@@ -16,6 +23,7 @@ from tests.analysis.sources.logs import (
     write_verl_console,
     write_verl_run,
 )
+from tests.analysis.sources.trackers import write_events, write_wandb
 from trainable.runs.records import IMPORTED_COLUMNS, STEP_COLUMNS
 from trainable.runs.study_record import SCHEMA, AxisRecord, StudyRecord
 
@@ -120,6 +128,64 @@ def test_typed_names_take_precedence_and_missing_stays_missing() -> None:
     (row,) = translate_rows(log, [parse_name("val_success", "rewards/solved/mean")])
     assert (row["val_success"], row["train_reward"]) == (0.25, 0.5)
     assert "kl_to_reference" not in row  # TRL measures none with beta=0
+
+
+SOURCES: Mapping[str, tuple[str, str, str]] = {
+    "verl, console": ("training/global_step", "critic/score/mean", "val-core/gsm8k/reward/mean@1"),
+    "verl, JSON lines": ("step", "critic/score/mean", "val-core/gsm8k/reward/mean@1"),
+    "TRL": ("step", "reward", "eval_reward"),
+    "prime-rl": ("step", "reward/mean", "eval/gsm8k/avg@8"),
+    "slime": ("rollout/step", "rollout/raw_reward", "eval/gsm8k"),
+    "SkyRL, W&B": ("trainer/global_step", "reward/avg_raw_reward", "eval/all/avg_score"),
+    "OpenRLHF, TensorBoard": ("train/global_step", "train/reward", "eval/eval_gsm8k_pass1"),
+    "a table": ("step", "train_reward", "val_success"),
+}
+"""Names of the step, of the reward, and of the success of a validation."""
+
+
+def write_run(source: str, folder: Path, settings: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> None:
+    """Write a log as the source does, with the settings in it or beside it."""
+    folder.mkdir()
+    match source:
+        case "verl, console":
+            lines = [format_verl_step(int(row["training/global_step"]), row) for row in rows]
+            write_verl_console(folder / "run.log", {"data": {}, **settings}, lines)
+        case "SkyRL, W&B":
+            (folder / "wandb/run").mkdir(parents=True)
+            write_wandb(folder / "wandb/run/run-a.wandb", rows, settings)
+        case "OpenRLHF, TensorBoard":
+            write_events(folder, [(int(row["train/global_step"]), row) for row in rows], hparams=settings)
+        case "TRL":
+            (folder / "training_args.json").write_text(json.dumps(settings))
+            (folder / "trainer_state.json").write_text(json.dumps({"log_history": rows, "max_steps": 4}))
+        case "a table":
+            pd.DataFrame(rows).assign(**settings, method="x").to_csv(folder / "log.csv", index=False)
+        case _:
+            (folder / "config.json").write_text(json.dumps(settings))
+            in_data = source == "verl, JSON lines"
+            lines = [{"step": row["step"], "data": row} if in_data else row for row in rows]
+            write_json_lines(folder / "metrics.jsonl", lines)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_same_runs_are_the_same_study_whatever_wrote_their_logs(tmp_path: Path, source: str) -> None:
+    successes = {("0", 1): (0.4, 0.5), ("0", 2): (0.4, 0.6), ("0.1", 1): (0.5, 0.7), ("0.1", 2): (0.5, 0.9)}
+    step_name, reward, success = SOURCES[source]
+    for (arm, seed), values in successes.items():
+        rows = [
+            {step_name: step, reward: step / 8, **({success: values[step // 2 - 1]} if step % 2 == 0 else {})}
+            for step in (1, 2, 3, 4)
+        ]
+        write_run(source, tmp_path / f"{arm}-{seed}", {"kl_coef": float(arm), "seed": seed}, rows)
+    paths = [tmp_path] if source != "verl, console" and source != "a table" else sorted(tmp_path.glob("*/*"))
+    logs = [log for files in list_runs(paths) for log in read_logs(files, Roles(["kl_coef"]))]
+    study = StudyRecord("kl", "", AxisRecord(), (), (), {}, schema=SCHEMA, family="imported")
+    import_logs(logs, name_runs(logs), tmp_path / "out/results/kl", study, ())
+    frames = load(tmp_path / "out/results/kl")
+    trials = frames.trials.set_index(["arm", "seed"])
+    assert trials["status"].unique().tolist() == ["completed"]
+    assert trials["late_val_success"].to_dict() == pytest.approx({run: np.mean(v) for run, v in successes.items()})
+    assert frames.steps.groupby("step")["train_reward"].mean().tolist() == pytest.approx([1 / 8, 2 / 8, 3 / 8, 4 / 8])
 
 
 def test_the_frames_of_imported_logs_have_our_columns_and_theirs(tmp_path: Path) -> None:

@@ -27,14 +27,24 @@ class EventWriter:
             self._time += 1
             self._writer.add_scalar(tag, value, step, walltime=self._time)
 
+    def write_hparams(self, hparams: Mapping[str, Any]) -> None:
+        self._writer.add_hparams(hparams, {})
+
     def close(self) -> Path:
         self._writer.close()
         (path,) = self._folder.glob(f"*{self._suffix}")
         return path
 
 
-def write_events(folder: Path, rows: Iterable[tuple[int, Mapping[str, float]]], start: float = 0) -> Path:
+def write_events(
+    folder: Path,
+    rows: Iterable[tuple[int, Mapping[str, float]]],
+    start: float = 0,
+    hparams: Mapping[str, Any] | None = None,
+) -> Path:
     writer = EventWriter(folder, start)
+    if hparams:
+        writer.write_hparams(hparams)
     for step, values in rows:
         writer.write(step, values)
     return writer.close()
