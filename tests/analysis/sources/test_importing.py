@@ -163,8 +163,8 @@ def write_run(source: str, folder: Path, settings: Mapping[str, Any], rows: Sequ
         case _:
             (folder / "config.json").write_text(json.dumps(settings))
             in_data = source == "verl, JSON lines"
-            lines = [{"step": row["step"], "data": row} if in_data else row for row in rows]
-            write_json_lines(folder / "metrics.jsonl", lines)
+            objects = [{"step": row["step"], "data": row} if in_data else row for row in rows]
+            write_json_lines(folder / "metrics.jsonl", objects)
 
 
 @pytest.mark.parametrize("source", SOURCES)
