@@ -74,7 +74,7 @@ def make_logs(
         entries_by_run.setdefault(tuple(entry[key] for key in keys), []).append((line, entry))
     logs = []
     for values, run_entries in entries_by_run.items():
-        # A table has no whole numbers.
+        # The numbers of a CSV file are floats.
         run_settings = {
             key: int(value) if isinstance(value, float) and value.is_integer() else value
             for key, value in zip(keys, values, strict=True)
