@@ -89,7 +89,11 @@ class RankActor:
             return
         try:
             if method_name == "join":
-                self._join()
+                for file in self.part_files:
+                    register_file(file)
+                settings = RunConfig.model_validate(self.settings)
+                self.world = connect(self.rank, self.world_size, self.rendezvous)
+                self.trainer = PPOTrainer(settings, self.world, self.diagnostics)
             else:
                 getattr(self.trainer, method_name)()
         except Exception:
@@ -98,14 +102,6 @@ class RankActor:
             if torch.distributed.is_initialized() and not torch.cuda.is_available():
                 torch.distributed.destroy_process_group()
             raise
-
-    def _join(self) -> None:
-        """Connect to the other ranks and make the trainer."""
-        for file in self.part_files:
-            register_file(file)
-        settings = RunConfig.model_validate(self.settings)
-        self.world = connect(self.rank, self.world_size, self.rendezvous)
-        self.trainer = PPOTrainer(settings, self.world, self.diagnostics)
 
 
 class DistributedTrainer:
