@@ -89,11 +89,7 @@ class RankActor:
             return
         try:
             if method_name == "join":
-                for file in self.part_files:
-                    register_file(file)
-                settings = RunConfig.model_validate(self.settings)
-                self.world = connect(self.rank, self.world_size, self.rendezvous)
-                self.trainer = PPOTrainer(settings, self.world, self.diagnostics)
+                self._join()
             else:
                 getattr(self.trainer, method_name)()
         except Exception:
@@ -102,6 +98,14 @@ class RankActor:
             if torch.distributed.is_initialized() and not torch.cuda.is_available():
                 torch.distributed.destroy_process_group()
             raise
+
+    def _join(self) -> None:
+        """Connect to the other ranks and make the trainer."""
+        for file in self.part_files:
+            register_file(file)
+        settings = RunConfig.model_validate(self.settings)
+        self.world = connect(self.rank, self.world_size, self.rendezvous)
+        self.trainer = PPOTrainer(settings, self.world, self.diagnostics)
 
 
 class DistributedTrainer:
