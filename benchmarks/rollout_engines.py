@@ -21,7 +21,8 @@ from trainable.envs.environment import TurnLimits
 from trainable.envs.level_sets import make_training_levels
 from trainable.envs.prompts import make_prompt_template
 from trainable.envs.sokoban.game import Sokoban
-from trainable.models.load import Policy, load_policy, make_codec
+from trainable.models.codec import Codec
+from trainable.models.load import Policy, load_policy
 from trainable.rollout.episode_loop import RolloutRequest, TurnPlayer
 from trainable.rollout.sampler import Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
@@ -41,9 +42,7 @@ def measure_rollout_rates(policy: Policy, sampler: Sampler, step: int) -> dict[s
     params = SamplingParams(1.0, MAX_NEW_TOKENS, policy.stop_token)
     rng, luck_rng = make_rng(0, "sampling", step), make_rng(0, "environment", step)
     request = RolloutRequest(levels, GROUP_SIZE, sampler, params, rng, luck_rng)
-    episodes = TurnPlayer(Sokoban(), template, make_codec(policy.tokenizer), limits, -0.1, MAX_MODEL_LEN).roll_out(
-        request
-    )
+    episodes = TurnPlayer(Sokoban(), template, Codec(policy.tokenizer), limits, -0.1, MAX_MODEL_LEN).roll_out(request)
     tokens = sum(episode.response_tokens for episode in episodes)
     return {"cpu": tokens / (time.process_time() - cpu), "wall": tokens / (time.perf_counter() - wall)}
 

@@ -160,7 +160,6 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "trainable.algo": ("torch",),
     "trainable.algo.names": (),
     "trainable.runs": ("torch", "numpy", "safetensors"),
-    "trainable.runs.collapse_quantities": (),
     "trainable.runs.episode_lines": (),
     "trainable.runs.records": (),
     "trainable.runs.stop_rules": (),

@@ -53,8 +53,6 @@ class Preset:
     """Default number of seeds per arm."""
     variant_of: str = ""
     """The preset of which this is a variant, or empty. Studies have the same axis values and settings under both."""
-    uses_gpus: bool = False
-    """Whether its runs are meant for GPUs."""
     small_gpu_settings: Settings = field(default_factory=dict)
     """Further settings for GPUs on which runs would not fit otherwise. They change results."""
     own_scale: Settings = field(default_factory=dict)

@@ -4,13 +4,13 @@ import gc
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from pyarrow.fs import FileSystem, FileType
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from trainable.ppo.trainer import PPOTrainer
     from trainable.runs.training import StepReport, TrainerFamily, TrainingLoop
 
-T = TypeVar("T")
 
 RUN_KEY, SEED_KEY = "run", "seed"
 """The keys of a configuration that are not settings."""
@@ -235,7 +234,9 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             from trainable.runs.training import TrainingLoop
 
             family: TrainerFamily = resolve_name(self.family)
-        self.training, retry = None, self._make_retry(settings)
+        self.training, patience = None, settings.trainer.disk_patience
+        # Repeats an operation on the storage while the storage does not answer.
+        retry = partial(call_with_retry, patience=patience, notify=self._notes.append, place="the storage")
         if (uri := self._options.get("storage")) is not None:
             self._uploads = retry(partial(Uploads, uri, self.trial_name, retry))
         # Continue the first usable checkpoint in the storage, newest first, unless the one on this disk is newer.
@@ -329,11 +330,6 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         row = self._complete_row({**columns, **identity, **dict.fromkeys(self._last_values)}, failure)
         row |= {"training_iteration": self.iteration + 1, "note": self._take_notes(), "saved": False}
         return {**row, "finished": True, "done": True}
-
-    def _make_retry(self, settings: BaseRunConfig) -> Callable[[Callable[[], T]], T]:
-        """Make a function that calls an operation on the storage, and repeats it while the storage does not answer."""
-        patience = settings.trainer.disk_patience
-        return lambda operation: call_with_retry(operation, patience, self._notes.append, place="the storage")
 
     def _fetch(self, folder: str) -> None:
         """Replace the lines and states of the runs from a checkpoint in the storage."""

@@ -91,7 +91,7 @@ class DistillationConfig(ToyRunConfig):
         return 2 * max(self.seq_len, self.max_seq_len) + 1
 
     def list_rejections(self) -> dict[str, bool]:
-        """See `ToyRunConfig`."""
+        """See `SettingsSection`."""
         entries = max(
             count_transformer_entries(self),
             max(self.batch_size, EVAL_PROMPTS) * self.seq_len * self.num_actions,

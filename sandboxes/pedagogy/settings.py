@@ -80,7 +80,7 @@ class PedagogyConfig(ToyRunConfig):
         return 4 + self.answer_len + self.completion_len
 
     def list_rejections(self) -> dict[str, bool]:
-        """See `ToyRunConfig`."""
+        """See `SettingsSection`."""
         entries = max(
             count_transformer_entries(self), max(self.batch_size, EVAL_PROMPTS) * self.completion_len * self.num_actions
         )

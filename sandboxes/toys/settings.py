@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from trainable.config.base_config import BaseRunConfig, BaseTrainerConfig, ReadCondition
 from trainable.config.conditions import SMALLEST_CLIP
@@ -60,17 +60,6 @@ class ToyRunConfig(BaseRunConfig):
     def get_row_steps(self, step: int) -> range:
         """Return the steps of the rows, one per evaluation, that a run has written after `step` training steps."""
         return range(0, step, self.trainer.test_freq)
-
-    def list_rejections(self) -> dict[str, bool]:
-        """List reasons why combinations of settings cannot be run, with what to set, and whether each applies here."""
-        return {}
-
-    @model_validator(mode="after")
-    def _check_combination(self) -> Self:
-        for reason, applies in self.list_rejections().items():
-            if applies:
-                raise ValueError(reason)
-        return self
 
 
 def reject_heads(config: Any) -> dict[str, bool]:

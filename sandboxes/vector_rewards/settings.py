@@ -51,7 +51,7 @@ class VectorRewardConfig(ToyRunConfig):
     trainer: ShortRunnerConfig = ShortRunnerConfig()
 
     def list_rejections(self) -> dict[str, bool]:
-        """See `ToyRunConfig`."""
+        """See `SettingsSection`."""
         entries = max(
             self.batch_size * self.num_candidates * self.num_weight_samples,
             self.num_prompts * self.eval_sets * self.num_candidates,

@@ -90,7 +90,7 @@ _SMALL_SCALE: Settings = MappingProxyType(
 )
 
 PRESETS: dict[str, Preset] = {
-    "paper": Preset(_PAPER_SETTINGS, n_seeds=3, uses_gpus=True, small_gpu_settings=_ADAPTER_SETTINGS),
+    "paper": Preset(_PAPER_SETTINGS, n_seeds=3, small_gpu_settings=_ADAPTER_SETTINGS),
     "laptop": Preset(_LAPTOP_SETTINGS, n_seeds=3),
     "small": Preset(_SMALL_SETTINGS, n_seeds=3, variant_of="laptop", own_scale=_SMALL_SCALE),
     "stress": Preset(MappingProxyType({**_LAPTOP_SETTINGS, **_STRESS_CHANGES}), n_seeds=3, variant_of="laptop"),

@@ -19,7 +19,8 @@ from trainable.envs.environment import TurnLimits
 from trainable.envs.level_sets import make_training_levels
 from trainable.envs.prompts import make_prompt_template
 from trainable.envs.sokoban.game import Sokoban
-from trainable.models.load import Policy, load_policy, make_codec
+from trainable.models.codec import Codec
+from trainable.models.load import Policy, load_policy
 from trainable.models.qwen2 import Qwen2
 from trainable.rollout.engine import EngineMismatchError, check_mismatch, measure_mismatch
 from trainable.rollout.episode import Episode, StopReason
@@ -122,7 +123,7 @@ def compute_trainer_logprobs(model: Qwen2, tokens: Sequence[int], mask: Sequence
 
 def roll_out(sampler: Sampler, policy: Policy, temperature: float) -> list[Episode]:
     template = make_prompt_template(Sokoban(), "compact", 10)
-    player = TurnPlayer(Sokoban(), template, make_codec(policy.tokenizer), TurnLimits(5, 2, 10), -0.1, CONTEXT)
+    player = TurnPlayer(Sokoban(), template, Codec(policy.tokenizer), TurnLimits(5, 2, 10), -0.1, CONTEXT)
     params = SamplingParams(temperature, LENGTH, policy.stop_token)
     rng, luck_rng = np.random.default_rng(0), np.random.default_rng(0)
     return player.roll_out(

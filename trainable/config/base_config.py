@@ -62,6 +62,17 @@ class SettingsSection(BaseModel):
                     )
         return self
 
+    def list_rejections(self) -> dict[str, bool]:
+        """List reasons why combinations of settings cannot be run, with what to set, and whether each applies here."""
+        return {}
+
+    @model_validator(mode="after")
+    def _check_rejections(self) -> Self:
+        for reason, applies in self.list_rejections().items():
+            if applies:
+                raise ValueError(reason)
+        return self
+
 
 class ReadCondition(NamedTuple):
     """A condition under which a run reads certain settings."""

@@ -100,12 +100,7 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
         r"model\.lora_(alpha|target_modules)", lambda c: c.model.lora_rank > 0, "it needs model.lora_rank above 0"
     ),
     ReadCondition(
-        r"model\.reference_path",
-        lambda c: c.needs_reference,
-        "it needs actor.use_kl_loss=True, algorithm.use_kl_in_reward=True or trainer.measure_val_kl=True",
-    ),
-    ReadCondition(
-        r"trainer\.ref_model_.*",
+        r"model\.reference_path|trainer\.ref_model_.*",
         lambda c: c.needs_reference,
         "it needs actor.use_kl_loss=True, algorithm.use_kl_in_reward=True or trainer.measure_val_kl=True",
     ),

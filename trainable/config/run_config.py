@@ -112,88 +112,20 @@ class RunConfig(BaseRunConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_shipped_model(self) -> "RunConfig":
-        # The tokenizer of a shipped policy knows only the words of its game's compact prompt.
-        shipped_model = SHIPPED_MODELS.get(self.model.path)
-        if shipped_model is None:
-            return self
-        if self.model.prompt_style != "compact":
-            raise ValueError(
-                f"model.path={self.model.path} knows the compact prompt only: use the laptop preset, or set "
-                "model.prompt_style=compact"
-            )
-        # A game for which no model ships, such as a plug-in, may use the words of another game.
-        names = [name for name, model in SHIPPED_MODELS.items() if model.game == self.env.name]
-        has_model = names or any("model.path" in settings for settings in self.env.kind.presets.values())
-        if shipped_model.game != self.env.name and has_model:
-            advice = f"set model.path={names[0]}" if names else "set model.path to a model of the hub"
-            raise ValueError(
-                f"model.path={self.model.path} knows the words of {shipped_model.game} only, and env.name is "
-                f"{self.env.name}: {advice}, or type --env {self.env.name}, which chooses a model"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_shipped_reference(self) -> "RunConfig":
-        # For models of the hub, tokens are compared when the models are loaded.
-        for path in self.model_paths[1:]:
-            reference, policy = SHIPPED_MODELS.get(TEACHERS.get(path, path)), SHIPPED_MODELS.get(self.model.path)
-            if reference is not None and policy is not None and reference is not policy:
-                names = [name for name, taught in TEACHERS.items() if taught == self.model.path]
-                advice = (
-                    f"set model.reference_path={names[0]}" if names else "it has no teacher, so choose another game"
-                )
-                raise ValueError(
-                    f"model.reference_path={path} knows the words of {reference.game} only, and "
-                    f"model.path={self.model.path} those of {policy.game}: {advice}"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _check_conflicts(self) -> "RunConfig":
+    def _check_combination(self) -> "RunConfig":
         for prefix, conflicts in (
-            ("", _find_model_conflicts(self)),
+            ("", _list_shipped_model_conflicts(self)),
+            ("", _list_model_conflicts(self)),
             # tpo is the only loss over whole groups, so the messages name it.
-            ("actor.policy_loss=tpo ", _find_target_policy_conflicts(self)),
-            (f"env.name={self.env.name} ", _find_tree_conflicts(self)),
-            ("", _find_batch_conflicts(self)),
-            ("", _find_branching_conflicts(self)),
-            ("filter.max_num_gen_batches samples further groups ", _find_refill_conflicts(self)),
+            ("actor.policy_loss=tpo ", _list_target_policy_conflicts(self)),
+            (f"env.name={self.env.name} ", _list_tree_conflicts(self)),
+            ("", _list_batch_conflicts(self)),
+            ("", _list_branching_conflicts(self)),
+            ("filter.max_num_gen_batches samples further groups ", _list_refill_conflicts(self)),
+            ("early_stop.alarm watches ", _list_alarm_conflicts(self)),
         ):
-            for message in conflicts:
+            for message in (message for message, applies in conflicts.items() if applies):
                 raise ValueError(prefix + message)
-        return self
-
-    @model_validator(mode="after")
-    def _check_alarm(self) -> "RunConfig":
-        if not self.early_stop.alarm:
-            return self
-        column = parse_alarm_rule(self.early_stop.alarm).column
-        unmeasured_columns = [
-            (
-                not self.algorithm.estimator.needs_critic,
-                ("critic_grad_norm", "explained_variance"),
-                f"has no critic with algorithm.adv_estimator={self.algorithm.adv_estimator}",
-            ),
-            (
-                not self.rollout.has_entropies,
-                ("entropy",),
-                "has none, because vLLM reports none: set rollout.recompute_logprobs=true",
-            ),
-            (
-                not self.measures_val_kl,
-                ("val_kl_to_reference",),
-                "does not measure it: set trainer.measure_val_kl=true and sample validations",
-            ),
-            (
-                not self.collapse_detection.multi_turn_enabled,
-                ("collapse_trajectory_retrieval_accuracy", "collapse_trajectory_mi_estimate"),
-                "does not measure it: set collapse_detection.multi_turn_enabled=true",
-            ),
-        ]
-        for is_unmeasured, columns, reason in unmeasured_columns:
-            if is_unmeasured and column in columns:
-                raise ValueError(f"early_stop.alarm watches {column}, and the run {reason}, or choose another column")
         return self
 
     @property
@@ -329,238 +261,261 @@ class RunConfig(BaseRunConfig):
         return settings
 
 
-def _find_model_conflicts(config: RunConfig) -> Iterator[str]:
-    """Yield a message for each conflict between the model and its training."""
+def _list_shipped_model_conflicts(config: RunConfig) -> dict[str, bool]:
+    """List the conflicts with the words that the tokenizer of a shipped policy knows, those of its game's prompts."""
+    policy, env = SHIPPED_MODELS.get(config.model.path), config.env
+    if policy is None:
+        return {}
+    # A game for which no model ships, such as a plug-in, may use the words of another game.
+    names = [name for name, model in SHIPPED_MODELS.items() if model.game == env.name]
+    has_model = bool(names) or any("model.path" in settings for settings in env.kind.presets.values())
+    advice = f"set model.path={names[0]}" if names else "set model.path to a model of the hub"
+    teachers = [f"set model.reference_path={name}" for name, taught in TEACHERS.items() if taught == config.model.path]
+    # For models of the hub, tokens are compared when the models are loaded.
+    references = {path: SHIPPED_MODELS.get(TEACHERS.get(path, path)) for path in config.model_paths[1:]}
+    return {
+        f"model.path={config.model.path} knows the compact prompt only: use the laptop preset, or set "
+        "model.prompt_style=compact": config.model.prompt_style != "compact",
+        f"model.path={config.model.path} knows the words of {policy.game} only, and env.name is {env.name}: {advice}, "
+        f"or type --env {env.name}, which chooses a model": policy.game != env.name and has_model,
+        **{
+            f"model.reference_path={path} knows the words of {reference.game} only, and model.path={config.model.path} "
+            f"those of {policy.game}: {(*teachers, 'it has no teacher, so choose another game')[0]}": (
+                reference is not policy
+            )
+            for path, reference in references.items()
+            if reference is not None
+        },
+    }
+
+
+def _list_alarm_conflicts(config: RunConfig) -> dict[str, bool]:
+    """List the ends of messages for columns that an alarm watches and the run does not measure."""
+    if not config.early_stop.alarm:
+        return {}
+    column = parse_alarm_rule(config.early_stop.alarm).column
+    unmeasured_columns = {
+        f"has no critic with algorithm.adv_estimator={config.algorithm.adv_estimator}": (
+            not config.algorithm.estimator.needs_critic and column in ("critic_grad_norm", "explained_variance")
+        ),
+        "has none, because vLLM reports none: set rollout.recompute_logprobs=true": (
+            not config.rollout.has_entropies and column == "entropy"
+        ),
+        "does not measure it: set trainer.measure_val_kl=true and sample validations": (
+            not config.measures_val_kl and column == "val_kl_to_reference"
+        ),
+        "does not measure it: set collapse_detection.multi_turn_enabled=true": (
+            not config.collapse_detection.multi_turn_enabled
+            and column in ("collapse_trajectory_retrieval_accuracy", "collapse_trajectory_mi_estimate")
+        ),
+    }
+    return {
+        f"{column}, and the run {reason}, or choose another column": applies
+        for reason, applies in unmeasured_columns.items()
+    }
+
+
+def _list_model_conflicts(config: RunConfig) -> dict[str, bool]:
+    """List a message for each conflict between the model and its training, and whether it applies."""
     model, trainer = config.model, config.trainer
-    if config.critic.shared_trunk and trainer.critic_warmup > 1:  # 0 and 1 both mean: no warmup
-        yield (
-            "critic.shared_trunk=True has one update for policy and critic, so the critic cannot start first: set "
-            "trainer.critic_warmup=0"
-        )
-    if bool(model.lora_rank) and trainer.zero_stage == 3:
-        yield "model.lora_rank trains adapters over a frozen base, which is not sharded: set trainer.zero_stage=2"
-    if model.load_in_4bit and not model.lora_rank:
-        yield "model.load_in_4bit stores frozen weights, and a run without adapters has none: set model.lora_rank=64"
-    if config.syncs_reference and model.reference_path is not None:
-        name = "sync_steps" if trainer.ref_model_sync_steps is not None else "reset_kl"
-        yield (
-            f"trainer.ref_model_{name} moves the reference from the initial policy to later ones, and "
-            f"model.reference_path={model.reference_path} names another: set one of them to null"
-        )
-    if config.syncs_reference and trainer.ref_model_mixup_alpha < 1 and bool(model.lora_rank):
-        yield (
-            f"trainer.ref_model_mixup_alpha={trainer.ref_model_mixup_alpha} mixes weights, and mixed adapters do not "
-            "add the mixture of what they add: set trainer.ref_model_mixup_alpha=1, or model.lora_rank=0"
-        )
+    moving_setting = "sync_steps" if trainer.ref_model_sync_steps is not None else "reset_kl"
     is_mixture = trainer.ref_model_mixup_alpha < 1 and trainer.ref_model_reset_kl is None
-    if config.syncs_reference and trainer.ref_model_reset_optimizer and is_mixture:
-        yield (
-            "trainer.ref_model_reset_optimizer=True resets the optimizer when the reference becomes a copy of the "
-            f"policy, and trainer.ref_model_mixup_alpha={trainer.ref_model_mixup_alpha} mixes them: set "
-            "trainer.ref_model_mixup_alpha=1, or a trainer.ref_model_reset_kl"
-        )
-    if config.schedules.get("algorithm.kl_ctrl.kl_coef") and config.algorithm.kl_ctrl.type == "adaptive":
-        yield (
-            "algorithm.kl_ctrl.type=adaptive adjusts algorithm.kl_ctrl.kl_coef in each step, so it has no schedule: "
-            "set algorithm.kl_ctrl.type=fixed, or one number"
-        )
-    if model.load_in_4bit and trainer.uses_deepspeed:
-        yield (
-            "model.load_in_4bit works with updates in torch alone: set trainer.strategy=torch and "
-            "trainer.n_gpus_per_node=1"
-        )
+    return {
+        # For critic_warmup, 0 and 1 both mean: no warmup.
+        "critic.shared_trunk=True has one update for policy and critic, so the critic cannot start first: set "
+        "trainer.critic_warmup=0": config.critic.shared_trunk and trainer.critic_warmup > 1,
+        "model.lora_rank trains adapters over a frozen base, which is not sharded: set trainer.zero_stage=2": (
+            bool(model.lora_rank) and trainer.zero_stage == 3
+        ),
+        "model.load_in_4bit stores frozen weights, and a run without adapters has none: set model.lora_rank=64": (
+            model.load_in_4bit and not model.lora_rank
+        ),
+        f"trainer.ref_model_{moving_setting} moves the reference from the initial policy to later ones, and "
+        f"model.reference_path={model.reference_path} names another: set one of them to null": (
+            config.syncs_reference and model.reference_path is not None
+        ),
+        f"trainer.ref_model_mixup_alpha={trainer.ref_model_mixup_alpha} mixes weights, and mixed adapters do not "
+        "add the mixture of what they add: set trainer.ref_model_mixup_alpha=1, or model.lora_rank=0": (
+            config.syncs_reference and trainer.ref_model_mixup_alpha < 1 and bool(model.lora_rank)
+        ),
+        "trainer.ref_model_reset_optimizer=True resets the optimizer when the reference becomes a copy of the "
+        f"policy, and trainer.ref_model_mixup_alpha={trainer.ref_model_mixup_alpha} mixes them: set "
+        "trainer.ref_model_mixup_alpha=1, or a trainer.ref_model_reset_kl": (
+            config.syncs_reference and trainer.ref_model_reset_optimizer and is_mixture
+        ),
+        "algorithm.kl_ctrl.type=adaptive adjusts algorithm.kl_ctrl.kl_coef in each step, so it has no schedule: "
+        "set algorithm.kl_ctrl.type=fixed, or one number": (
+            "algorithm.kl_ctrl.kl_coef" in config.schedules and config.algorithm.kl_ctrl.type == "adaptive"
+        ),
+        "model.load_in_4bit works with updates in torch alone: set trainer.strategy=torch and "
+        "trainer.n_gpus_per_node=1": model.load_in_4bit and trainer.uses_deepspeed,
+    }
 
 
-def _find_batch_conflicts(config: RunConfig) -> Iterator[str]:
-    """Yield a message for each conflict of batch sizes and numerics."""
+def _list_batch_conflicts(config: RunConfig) -> dict[str, bool]:
+    """List a message for each conflict of batch sizes and numerics, and whether it applies."""
     kl_ctrl, batch_size, groups = config.algorithm.kl_ctrl, config.max_batch_size, config.env.env_groups
     steps, metric = config.trainer.total_training_steps, config.filter.rollout_filter_metric
-    has_adaptive_kl = config.algorithm.use_kl_in_reward and kl_ctrl.type == "adaptive"
-    # Each run has a block of this many seeds for its training levels (`envs/level_sets.py`).
-    if groups * steps > MAX_LEVELS:
-        yield (
-            f"env.env_groups={groups} takes {groups * steps} training levels in {steps} steps, and a run has "
-            f"{MAX_LEVELS}: set env.env_groups={max(1, MAX_LEVELS // steps)} or fewer, or fewer "
-            "trainer.total_training_steps"
-        )
-    if batch_size > MAX_EPISODES:
-        yield (
-            f"actor.ppo_mini_batch_size={config.actor.ppo_mini_batch_size}: the batch of a step is filled up with "
-            f"copies to a common multiple of mini-batch and env.env_groups={groups}, which would be {batch_size} "
-            f"sequences, and {MAX_EPISODES} are the maximum: set actor.ppo_mini_batch_size={groups}, or a multiple of "
-            "that"
-        )
-    if config.env.overlong_buffer_len > config.rollout.response_length:
-        yield (
-            f"env.overlong_buffer_len={config.env.overlong_buffer_len}: must be at most "
-            f"rollout.response_length={config.rollout.response_length}, the tokens of a reply: set "
-            f"env.overlong_buffer_len={max(1, config.rollout.response_length // 4)}"
-        )
-    if config.rollout.trains_from_engine_logprobs and config.actor.tis_imp_ratio_cap is not None:
-        yield (
-            "rollout.recompute_logprobs=False trains from the log-probs of the engine, so importance weights have "
-            "nothing to correct: set actor.tis_imp_ratio_cap=null, or rollout.recompute_logprobs=true"
-        )
-    if not config.rollout.has_entropies and FILTER_METRICS[metric].reads_entropies:
-        yield (
-            "rollout.recompute_logprobs=False leaves the run without entropies, because vLLM reports none, and "
-            f"filter.rollout_filter_metric={metric} is made of them: set another metric, or "
-            "rollout.recompute_logprobs=true"
-        )
-    if not config.rollout.has_entropies and config.actor.stapo_tau_p is not None:
-        yield (
-            "rollout.recompute_logprobs=False leaves the run without entropies, because vLLM reports none, and "
-            "actor.stapo_tau_p reads them: set actor.stapo_tau_p=null, or rollout.recompute_logprobs=true"
-        )
-    if not config.rollout.has_entropies and "actor.entropy_coeff" in config.controllers:
-        yield (
-            "rollout.recompute_logprobs=False leaves the run without entropies, because vLLM reports none, and "
-            "target_entropy reads them: set actor.entropy_coeff to a number, or rollout.recompute_logprobs=true"
-        )
     controller = config.controllers.get("actor.kl_loss_coef")
-    if controller and config.actor.use_kl_loss and controller.numbers["horizon"] <= 0.2 * batch_size:
-        yield (
-            f"actor.kl_loss_coef={controller.text}: the horizon must be above 0.2 times the {batch_size} sequences of "
-            f"a step, or the coefficient could become 0 or negative: set it to {10 * batch_size}"
-        )
-    # A step multiplies the coefficient by 1 + error * batch size / horizon, with an error of at least -0.2.
-    # Below this bound the product could be 0 or negative, and a negative coefficient would reward the KL.
-    if has_adaptive_kl and kl_ctrl.horizon <= 0.2 * batch_size:
-        yield (
-            f"algorithm.kl_ctrl.horizon={kl_ctrl.horizon}: must be above 0.2 times the {batch_size} sequences of a "
-            "step, or the adaptive coefficient could become 0 or negative: set "
-            f"algorithm.kl_ctrl.horizon={10 * batch_size}, or another value above {0.2 * batch_size:g}"
-        )
-    if config.model.dtype == "float16" and config.trainer.uses_deepspeed:
-        yield (
-            "model.dtype=float16: its losses are scaled only where torch updates, on one GPU per run: set "
-            "trainer.n_gpus_per_node=1 and trainer.strategy=torch, or model.dtype=bfloat16"
-        )
+    entropy_readers = {
+        f"filter.rollout_filter_metric={metric} is made of them: set another metric": (
+            FILTER_METRICS[metric].reads_entropies
+        ),
+        "actor.stapo_tau_p reads them: set actor.stapo_tau_p=null": config.actor.stapo_tau_p is not None,
+        "target_entropy reads them: set actor.entropy_coeff to a number": "actor.entropy_coeff" in config.controllers,
+    }
+    has_adaptive_kl = config.algorithm.use_kl_in_reward and kl_ctrl.type == "adaptive"
+    return {
+        # Each run has a block of this many seeds for its training levels (`envs/level_sets.py`).
+        f"env.env_groups={groups} takes {groups * steps} training levels in {steps} steps, and a run has "
+        f"{MAX_LEVELS}: set env.env_groups={max(1, MAX_LEVELS // steps)} or fewer, or fewer "
+        "trainer.total_training_steps": groups * steps > MAX_LEVELS,
+        f"actor.ppo_mini_batch_size={config.actor.ppo_mini_batch_size}: the batch of a step is filled up with "
+        f"copies to a common multiple of mini-batch and env.env_groups={groups}, which would be {batch_size} "
+        f"sequences, and {MAX_EPISODES} are the maximum: set actor.ppo_mini_batch_size={groups}, or a multiple of "
+        "that": batch_size > MAX_EPISODES,
+        f"env.overlong_buffer_len={config.env.overlong_buffer_len}: must be at most "
+        f"rollout.response_length={config.rollout.response_length}, the tokens of a reply: set "
+        f"env.overlong_buffer_len={max(1, config.rollout.response_length // 4)}": (
+            config.env.overlong_buffer_len > config.rollout.response_length
+        ),
+        "rollout.recompute_logprobs=False trains from the log-probs of the engine, so importance weights have "
+        "nothing to correct: set actor.tis_imp_ratio_cap=null, or rollout.recompute_logprobs=true": (
+            config.rollout.trains_from_engine_logprobs and config.actor.tis_imp_ratio_cap is not None
+        ),
+        **{
+            "rollout.recompute_logprobs=False leaves the run without entropies, because vLLM reports none, and "
+            f"{message}, or rollout.recompute_logprobs=true": reads_entropies and not config.rollout.has_entropies
+            for message, reads_entropies in entropy_readers.items()
+        },
+        f"actor.kl_loss_coef={controller.text if controller else ''}: the horizon must be above 0.2 times the "
+        f"{batch_size} sequences of a step, or the coefficient could become 0 or negative: set it to "
+        f"{10 * batch_size}": (
+            controller is not None and config.actor.use_kl_loss and controller.numbers["horizon"] <= 0.2 * batch_size
+        ),
+        # A step multiplies the coefficient by 1 + error * batch size / horizon, with an error of at least -0.2.
+        # Below this bound the product could be 0 or negative, and a negative coefficient would reward the KL.
+        f"algorithm.kl_ctrl.horizon={kl_ctrl.horizon}: must be above 0.2 times the {batch_size} sequences of a "
+        "step, or the adaptive coefficient could become 0 or negative: set "
+        f"algorithm.kl_ctrl.horizon={10 * batch_size}, or another value above {0.2 * batch_size:g}": (
+            has_adaptive_kl and kl_ctrl.horizon <= 0.2 * batch_size
+        ),
+        "model.dtype=float16: its losses are scaled only where torch updates, on one GPU per run: set "
+        "trainer.n_gpus_per_node=1 and trainer.strategy=torch, or model.dtype=bfloat16": (
+            config.model.dtype == "float16" and config.trainer.uses_deepspeed
+        ),
+    }
 
 
-def _find_refill_conflicts(config: RunConfig) -> Iterator[str]:
-    """Yield the end of a message for each conflict with further batches in a step."""
+def _list_refill_conflicts(config: RunConfig) -> dict[str, bool]:
+    """List the end of a message for each conflict with further batches in a step, and whether it applies."""
     if not config.further_batches:
-        return
-    if max(len(config.training_level_seeds), len(config.refill_level_seeds)) > REFILL_SEED_OFFSET:
-        yield (
-            f"from {REFILL_SEED_OFFSET} levels, and {config.filter.max_num_gen_batches} batches of "
-            f"env.env_groups={config.env.env_groups} in {config.trainer.total_training_steps} steps need more: set a "
-            "smaller filter.max_num_gen_batches, or a smaller env.env_groups"
-        )
-    if config.actor.filter_loss_scaling != "none":
-        yield "for those that the filter drops, so the loss needs no scale: set actor.filter_loss_scaling=none"
-    if config.trainer.gradient_analysis_mode:
-        yield (
-            "in a training step, and gradients are analyzed over a single batch: set "
-            "trainer.gradient_analysis_mode=false"
-        )
+        return {}
+    return {
+        f"from {REFILL_SEED_OFFSET} levels, and {config.filter.max_num_gen_batches} batches of "
+        f"env.env_groups={config.env.env_groups} in {config.trainer.total_training_steps} steps need more: set a "
+        "smaller filter.max_num_gen_batches, or a smaller env.env_groups": (
+            max(len(config.training_level_seeds), len(config.refill_level_seeds)) > REFILL_SEED_OFFSET
+        ),
+        "for those that the filter drops, so the loss needs no scale: set actor.filter_loss_scaling=none": (
+            config.actor.filter_loss_scaling != "none"
+        ),
+        "in a training step, and gradients are analyzed over a single batch: set "
+        "trainer.gradient_analysis_mode=false": config.trainer.gradient_analysis_mode,
+    }
 
 
-def _find_branching_conflicts(config: RunConfig) -> Iterator[str]:
-    """Yield a message for each conflict with episodes that branch."""
+def _list_branching_conflicts(config: RunConfig) -> dict[str, bool]:
+    """List a message for each conflict with episodes that branch, and whether it applies."""
     rollout, trainer, size = config.rollout, config.trainer, config.rollout.episodes_per_tree
-    if config.algorithm.estimator.compares_prefix_trees and not rollout.ts_n:
-        yield (
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares the episodes of a prefix tree, and no "
-            "episode branches with rollout.ts_n=0: set rollout.ts_n=1 or more, or algorithm.adv_estimator=grpo"
-        )
-    if rollout.ts_n and config.env.kind.player:
-        yield (
-            f"rollout.ts_n={rollout.ts_n} branches the episodes of a game of turns, and env.name={config.env.name} is "
-            "none: set rollout.ts_n=0"
-        )
     sizes = {"env.group_size": config.env.group_size}
     if trainer.gradient_analysis_mode and trainer.gradient_analysis_group_size is not None:
         sizes["trainer.gradient_analysis_group_size"] = trainer.gradient_analysis_group_size
-    for name, group_size in sizes.items():
-        if group_size % size:
-            yield (
-                f"{name}={group_size}: must be a multiple of {size}, the 1 + rollout.ts_l * rollout.ts_n episodes of a "
-                f"prefix tree: set {name}={-(-group_size // size) * size}"
-            )
+    return {
+        f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares the episodes of a prefix tree, and no "
+        "episode branches with rollout.ts_n=0: set rollout.ts_n=1 or more, or algorithm.adv_estimator=grpo": (
+            config.algorithm.estimator.compares_prefix_trees and not rollout.ts_n
+        ),
+        f"rollout.ts_n={rollout.ts_n} branches the episodes of a game of turns, and env.name={config.env.name} is "
+        "none: set rollout.ts_n=0": rollout.ts_n > 0 and bool(config.env.kind.player),
+        **{
+            f"{name}={group_size}: must be a multiple of {size}, the 1 + rollout.ts_l * rollout.ts_n episodes of a "
+            f"prefix tree: set {name}={-(-group_size // size) * size}": group_size % size != 0
+            for name, group_size in sizes.items()
+        },
+    }
 
 
-def _find_target_policy_conflicts(config: RunConfig) -> Iterator[str]:
-    """Yield the end of a message for each conflict with actor.policy_loss=tpo."""
+def _list_target_policy_conflicts(config: RunConfig) -> dict[str, bool]:
+    """List the end of a message for each conflict with actor.policy_loss=tpo, and whether it applies."""
     if not config.actor.loss.needs_whole_groups:
-        return
+        return {}
     actor, algorithm, trainer, group_size = config.actor, config.algorithm, config.trainer, config.env.group_size
     mini_batch_size = actor.ppo_mini_batch_size
     # The mini-batch size that the message suggests: a multiple of the group and of the micro-batch.
     valid_multiple = math.lcm(group_size, actor.ppo_micro_batch_size_per_gpu)
-    if group_size < 2:
-        yield "compares the rollouts of a group: set env.group_size=2 or more"
-    if not algorithm.estimator.is_skill:
-        yield "fits the skill of each rollout in its group: set algorithm.adv_estimator=group_skill"
-    if mini_batch_size % group_size != 0:
-        yield (
-            f"is a loss of whole groups, and actor.ppo_mini_batch_size={mini_batch_size} is not a multiple of "
-            f"env.group_size={group_size}: set actor.ppo_mini_batch_size={valid_multiple}, or a multiple of that"
-        )
-    if config.filter.masks_episodes:
-        yield (
-            "compares all rollouts of a group in its loss: set filter.mask_void_turns=false and "
-            "filter.mask_truncated_completions=false"
-        )
-    if actor.filter_loss_scaling != "none":
-        yield "fits skills, which do not scale the loss: set actor.filter_loss_scaling=none"
-    if algorithm.zero_task_advantage:
-        yield "still pulls towards the old policy when all skills are 0: set algorithm.zero_task_advantage=false"
-    if actor.tis_imp_ratio_cap is not None:
-        yield "weights sequences, while truncated importance weights are per token: set actor.tis_imp_ratio_cap=null"
-    if actor.stapo_tau_p is not None:
-        yield "weights sequences, of which no token can be left out: set actor.stapo_tau_p=null"
-    if config.rollout.trains_from_engine_logprobs:
-        yield (
-            "sums log-probs over whole rollouts, and with them the mismatch of the engine: set "
-            "rollout.recompute_logprobs=true"
-        )
-    if trainer.zero_stage == 3:
-        yield "runs the policy on each rank alone before each optimizer step: set trainer.zero_stage=2"
-    if trainer.gradient_analysis_mode:
-        yield (
-            "couples the rollouts of a group, while gradient analysis sums the gradients of single rollouts: set "
-            "trainer.gradient_analysis_mode=false"
-        )
+    return {
+        "compares the rollouts of a group: set env.group_size=2 or more": group_size < 2,
+        "fits the skill of each rollout in its group: set algorithm.adv_estimator=group_skill": (
+            not algorithm.estimator.is_skill
+        ),
+        f"is a loss of whole groups, and actor.ppo_mini_batch_size={mini_batch_size} is not a multiple of "
+        f"env.group_size={group_size}: set actor.ppo_mini_batch_size={valid_multiple}, or a multiple of that": (
+            mini_batch_size % group_size != 0
+        ),
+        "compares all rollouts of a group in its loss: set filter.mask_void_turns=false and "
+        "filter.mask_truncated_completions=false": config.filter.masks_episodes,
+        "fits skills, which do not scale the loss: set actor.filter_loss_scaling=none": (
+            actor.filter_loss_scaling != "none"
+        ),
+        "still pulls towards the old policy when all skills are 0: set algorithm.zero_task_advantage=false": (
+            algorithm.zero_task_advantage
+        ),
+        "weights sequences, while truncated importance weights are per token: set actor.tis_imp_ratio_cap=null": (
+            actor.tis_imp_ratio_cap is not None
+        ),
+        "weights sequences, of which no token can be left out: set actor.stapo_tau_p=null": (
+            actor.stapo_tau_p is not None
+        ),
+        "sums log-probs over whole rollouts, and with them the mismatch of the engine: set "
+        "rollout.recompute_logprobs=true": config.rollout.trains_from_engine_logprobs,
+        "runs the policy on each rank alone before each optimizer step: set trainer.zero_stage=2": (
+            trainer.zero_stage == 3
+        ),
+        "couples the rollouts of a group, while gradient analysis sums the gradients of single rollouts: set "
+        "trainer.gradient_analysis_mode=false": trainer.gradient_analysis_mode,
+    }
 
 
-def _find_tree_conflicts(config: RunConfig) -> Iterator[str]:
-    """Yield the end of a message for each conflict with trees of rollouts."""
+def _list_tree_conflicts(config: RunConfig) -> dict[str, bool]:
+    """List the end of a message for each conflict with trees of rollouts, and whether it applies."""
     if not config.env.kind.has_trees:
-        return
+        return {}
     algorithm, detection = config.algorithm, config.collapse_detection
-    if config.env.group_size < 2:
-        yield "compares the trees of a question: set env.group_size=2 or more"
-    if not algorithm.estimator.credits_trees:
-        yield "credits a tree by the score of its root in its group: set algorithm.adv_estimator=grpo"
-    if config.actor.loss.needs_whole_groups:
-        yield "weights the loss of single tokens: set actor.policy_loss=ppo_clip"
-    if algorithm.use_kl_in_reward:
-        yield "has one reward for all rollouts of a tree: set algorithm.use_kl_in_reward=false"
-    if config.filter.masks_episodes or config.further_batches:
-        yield (
-            "trains all rollouts of a tree together: set filter.mask_void_turns=false, "
-            "filter.mask_truncated_completions=false and filter.max_num_gen_batches=1"
-        )
-    if config.actor.tis_imp_ratio_cap is not None:
-        yield "weights tokens itself: set actor.tis_imp_ratio_cap=null"
-    if config.actor.stapo_tau_p is not None:
-        yield "weights tokens itself: set actor.stapo_tau_p=null"
-    if config.trainer.gradient_analysis_mode:
-        yield (
-            "trains trees, of which there is no gradient analysis: set trainer.gradient_analysis_mode=false (their "
-            "runs cannot be probed, either)"
-        )
-    if detection.first_turn_enabled or detection.multi_turn_enabled:
-        yield (
-            "has no thoughts in tags, which the collapse diagnosis reads: set "
-            "collapse_detection.first_turn_enabled=false and collapse_detection.multi_turn_enabled=false"
-        )
-    if config.env.reward != GAME_REWARD:
-        yield "has a reward of its own: set env.reward=game"
-    if config.trainer.n_gpus_per_node > 1:
-        yield "executes code in the process of its run: set trainer.n_gpus_per_node=1 or less"
+    return {
+        "compares the trees of a question: set env.group_size=2 or more": config.env.group_size < 2,
+        "credits a tree by the score of its root in its group: set algorithm.adv_estimator=grpo": (
+            not algorithm.estimator.credits_trees
+        ),
+        "weights the loss of single tokens: set actor.policy_loss=ppo_clip": config.actor.loss.needs_whole_groups,
+        "has one reward for all rollouts of a tree: set algorithm.use_kl_in_reward=false": algorithm.use_kl_in_reward,
+        "trains all rollouts of a tree together: set filter.mask_void_turns=false, "
+        "filter.mask_truncated_completions=false and filter.max_num_gen_batches=1": (
+            config.filter.masks_episodes or config.further_batches > 0
+        ),
+        "weights tokens itself: set actor.tis_imp_ratio_cap=null": config.actor.tis_imp_ratio_cap is not None,
+        "weights tokens itself: set actor.stapo_tau_p=null": config.actor.stapo_tau_p is not None,
+        "trains trees, of which there is no gradient analysis: set trainer.gradient_analysis_mode=false (their "
+        "runs cannot be probed, either)": config.trainer.gradient_analysis_mode,
+        "has no thoughts in tags, which the collapse diagnosis reads: set "
+        "collapse_detection.first_turn_enabled=false and collapse_detection.multi_turn_enabled=false": (
+            detection.first_turn_enabled or detection.multi_turn_enabled
+        ),
+        "has a reward of its own: set env.reward=game": config.env.reward != GAME_REWARD,
+        "executes code in the process of its run: set trainer.n_gpus_per_node=1 or less": (
+            config.trainer.n_gpus_per_node > 1
+        ),
+    }
 
 
 def iter_fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -675,12 +630,16 @@ def apply_overrides(config: C, overrides: Mapping[str, object]) -> C:
     # Replace all values before checking any, since two settings may be valid only together.
     settings, text_names = config.model_dump(), _list_text_settings(type(config))
     for key, value in overrides.items():
-        *sections, name = resolve_key(key, type(config)).split(".")
-        _check_schedulable(".".join([*sections, name]), value, type(config))
+        setting = resolve_key(key, type(config))
+        *sections, name = setting.split(".")
+        if is_schedule(value) and setting not in text_names and setting not in config.schedulable_settings:
+            names = ", ".join(config.schedulable_settings)
+            advice = f"These can have a schedule: {names}" if names else "No setting of this study can have one"
+            raise ConfigError(f"{setting}={format_value(value)}: is one value for all steps. {advice}.")
         section_settings = settings
         for section in sections:
             section_settings = section_settings[section]
-        section_settings[name] = value if ".".join([*sections, name]) in text_names else _parse_list(value)
+        section_settings[name] = value if setting in text_names else _parse_list(value)
     try:
         changed_config = type(config).model_validate(settings)
     except ValidationError as error:
@@ -688,18 +647,10 @@ def apply_overrides(config: C, overrides: Mapping[str, object]) -> C:
     for key, value in overrides.items():
         name = resolve_key(key, type(config))
         # Pydantic reads 1_000 as 1000, but it may be a typo for 1.000 or for a name.
-        setting = flatten_settings(changed_config.model_dump())[name] if re.search(r"\d_\d", str(value)) else ""
-        if any(isinstance(entry, int | float) for entry in (setting if isinstance(setting, tuple) else (setting,))):
+        number = flatten_settings(changed_config.model_dump())[name] if re.search(r"\d_\d", str(value)) else ""
+        if any(isinstance(entry, int | float) for entry in (number if isinstance(number, tuple) else (number,))):
             raise ConfigError(f"{name}={format_value(value)}: type numbers without `_`, like 1000 or 1e-3.")
     return changed_config
-
-
-def _check_schedulable(name: str, value: object, config_type: type[BaseRunConfig]) -> None:
-    """Raise ConfigError if the value is a schedule, which the setting cannot have."""
-    names = config_type.schedulable_settings
-    if is_schedule(value) and name not in names and name not in _list_text_settings(config_type):
-        advice = f"These can have a schedule: {', '.join(names)}" if names else "No setting of this study can have one"
-        raise ConfigError(f"{name}={format_value(value)}: is one value for all steps. {advice}.")
 
 
 def format_validation_error(error: ValidationError) -> str:

@@ -54,7 +54,7 @@ from trainable.config.setting_types import (
     PowerOfTwo,
     Precision,
     PromptStyle,
-    check_episodes,
+    reject_episodes,
 )
 
 GAME_REWARD = "game"
@@ -148,11 +148,12 @@ class EnvConfig(SettingsSection):
         """The declaration of the selected game."""
         return GAMES.get(self.name, OWN_GAME)
 
-    @model_validator(mode="after")
-    def _check_episodes(self) -> Self:
-        for groups, size in (("env_groups", "group_size"), ("val_env_groups", "val_group_size")):
-            check_episodes(groups, getattr(self, groups), size, getattr(self, size))
-        return self
+    def list_rejections(self) -> dict[str, bool]:
+        """See `SettingsSection`."""
+        return {
+            **reject_episodes("env_groups", self.env_groups, "group_size", self.group_size),
+            **reject_episodes("val_env_groups", self.val_env_groups, "val_group_size", self.val_group_size),
+        }
 
 
 class RolloutConfig(SettingsSection):
@@ -194,16 +195,16 @@ class RolloutConfig(SettingsSection):
     gradient_analysis_bucket_mode: Literal["quantile", "fixed_rv"] = "quantile"
     """quantile: equally many groups per bucket; fixed_rv: edges at reward std 1, 2, 3, 4, 5"""
 
-    @model_validator(mode="after")
-    def _check_reply_fits(self) -> Self:
-        # If null, the model limits the context, and the plan checks it.
-        if self.max_model_len is not None and self.max_model_len <= self.response_length:
-            raise ValueError(
-                f"max_model_len={self.max_model_len}: a conversation has a prompt and a reply of up to "
-                f"response_length={self.response_length} tokens: set a longer rollout.max_model_len, or null for the "
-                "model's context, or a shorter rollout.response_length"
+    def list_rejections(self) -> dict[str, bool]:
+        """See `SettingsSection`."""
+        # If max_model_len is null, the model limits the context, and the plan checks it.
+        return {
+            f"max_model_len={self.max_model_len}: a conversation has a prompt and a reply of up to "
+            f"response_length={self.response_length} tokens: set a longer rollout.max_model_len, or null for the "
+            "model's context, or a shorter rollout.response_length": (
+                self.max_model_len is not None and self.max_model_len <= self.response_length
             )
-        return self
+        }
 
     @property
     def episodes_per_tree(self) -> int:
@@ -273,21 +274,18 @@ class FilterConfig(SettingsSection):
         """The declaration of the selected strategy."""
         return FILTER_STRATEGIES.get(self.rollout_filter_strategy, OWN_FILTER)
 
-    # The checks involve two settings, so they cannot be bounds of a field.
-    @model_validator(mode="after")
-    def _check_filter_value(self) -> "FilterConfig":
-        value, strategy = self.rollout_filter_value, self.rollout_filter_strategy
-        if self.strategy.counts_groups:
-            if value < 1 or value != int(value):
-                raise ValueError(
-                    f"rollout_filter_value={value}: must be a whole number of groups (1, 2, 3, ...) for {strategy}"
-                )
-        elif value > 1 and not self.strategy.takes_any_value:
-            raise ValueError(
-                f"rollout_filter_value={value}: must be in (0, 1] for {strategy} "
-                "(try --set filter.rollout_filter_value=0.9)"
-            )
-        return self
+    def list_rejections(self) -> dict[str, bool]:
+        """See `SettingsSection`."""
+        value, strategy = self.rollout_filter_value, self.strategy
+        start = f"rollout_filter_value={value}: must be"
+        return {
+            f"{start} a whole number of groups (1, 2, 3, ...) for {self.rollout_filter_strategy}": (
+                strategy.counts_groups and (value < 1 or value != int(value))
+            ),
+            f"{start} in (0, 1] for {self.rollout_filter_strategy} (try --set filter.rollout_filter_value=0.9)": (
+                value > 1 and not strategy.counts_groups and not strategy.takes_any_value
+            ),
+        }
 
 
 class OptimConfig(SettingsSection):
@@ -304,23 +302,20 @@ class OptimConfig(SettingsSection):
     token-mean-global"""
     lr: Common[Positive] = Field(1e-6, description="learning rate")
 
-    @model_validator(mode="after")
-    def _check_step_and_sizes(self) -> "OptimConfig":
-        # AdamW passes this quotient to a float32 kernel, which raises an error if it overflows. The quotient is largest
-        # in the first step, since later steps divide by 1 - betas[0] ** step.
-        if self.lr / (1 - self.betas[0]) > MAX_FLOAT:
-            raise ValueError(
-                f"lr={self.lr}: must be at most {MAX_FLOAT * (1 - self.betas[0]):.2g}, because AdamW divides it by "
-                f"1 - betas[0], and float32 ends at {MAX_FLOAT:.2g} (the default is "
-                f"{type(self).model_fields['lr'].default})"
-            )
-        # The loss is a mean over micro-batches, as published, so they must have the same size.
-        if self.ppo_mini_batch_size % self.ppo_micro_batch_size_per_gpu:
-            raise ValueError(
-                f"ppo_micro_batch_size_per_gpu={self.ppo_micro_batch_size_per_gpu}: does not divide "
-                f"ppo_mini_batch_size={self.ppo_mini_batch_size}"
-            )
-        return self
+    def list_rejections(self) -> dict[str, bool]:
+        """See `SettingsSection`."""
+        return {
+            # AdamW passes this quotient to a float32 kernel, which raises an error if it overflows. The quotient is
+            # largest in the first step, since later steps divide by 1 - betas[0] ** step.
+            f"lr={self.lr}: must be at most {MAX_FLOAT * (1 - self.betas[0]):.2g}, because AdamW divides it by "
+            f"1 - betas[0], and float32 ends at {MAX_FLOAT:.2g} (the default is "
+            f"{type(self).model_fields['lr'].default})": self.lr / (1 - self.betas[0]) > MAX_FLOAT,
+            # The loss is a mean over micro-batches, as published, so they must have the same size.
+            f"ppo_micro_batch_size_per_gpu={self.ppo_micro_batch_size_per_gpu}: does not divide "
+            f"ppo_mini_batch_size={self.ppo_mini_batch_size}": (
+                self.ppo_mini_batch_size % self.ppo_micro_batch_size_per_gpu != 0
+            ),
+        }
 
 
 class ActorConfig(OptimConfig):
@@ -376,14 +371,15 @@ class ActorConfig(OptimConfig):
         """Whether the loss has the exact KL, which needs the reference's distribution over the whole vocabulary."""
         return self.use_kl_loss and self.kl_loss_type == EXACT_KL
 
-    @model_validator(mode="after")
-    def _check_importance_floor(self) -> Self:
-        if self.tis_imp_ratio_floor is not None and not self.tis_mode.endswith("mask"):
-            raise ValueError(
-                f"tis_imp_ratio_floor={self.tis_imp_ratio_floor}: needs tis_mode=token_mask or sequence_mask, because "
-                f"{self.tis_mode} sets no weight to 0"
-            )
-        return self
+    def list_rejections(self) -> dict[str, bool]:
+        """See `SettingsSection`."""
+        return {
+            **super().list_rejections(),
+            f"tis_imp_ratio_floor={self.tis_imp_ratio_floor}: needs tis_mode=token_mask or sequence_mask, because "
+            f"{self.tis_mode} sets no weight to 0": (
+                self.tis_imp_ratio_floor is not None and not self.tis_mode.endswith("mask")
+            ),
+        }
 
     @property
     def loss(self) -> PolicyLossKind:
@@ -443,13 +439,16 @@ class AlgorithmConfig(SettingsSection):
         """The declaration of the selected advantage estimator, with its requirements."""
         return ADVANTAGE_ESTIMATORS.get(self.adv_estimator, OWN_ESTIMATOR)
 
-    @model_validator(mode="after")
-    def _check_estimator(self) -> "AlgorithmConfig":
-        if self.bi_level_gae and not self.estimator.has_turn_level:
-            raise ValueError(f"bi_level_gae=True: needs adv_estimator=gae, not {self.adv_estimator}")
-        if self.use_kl_in_reward and self.kl_penalty == EXACT_KL:
-            raise ValueError("kl_penalty=full: needs whole distributions; in the reward use kl, abs, mse or low_var_kl")
-        return self
+    def list_rejections(self) -> dict[str, bool]:
+        """See `SettingsSection`."""
+        return {
+            f"bi_level_gae=True: needs adv_estimator=gae, not {self.adv_estimator}": (
+                self.bi_level_gae and not self.estimator.has_turn_level
+            ),
+            "kl_penalty=full: needs whole distributions; in the reward use kl, abs, mse or low_var_kl": (
+                self.use_kl_in_reward and self.kl_penalty == EXACT_KL
+            ),
+        }
 
     @model_validator(mode="after")
     def _disable_scaling(self) -> Self:
@@ -556,21 +555,18 @@ class TrainerConfig(BaseTrainerConfig):
             self.__dict__["total_training_steps"] = 1
         return self
 
-    @model_validator(mode="after")
-    def _check_analysis_and_devices(self) -> Self:
-        groups, size = self.gradient_analysis_env_groups, self.gradient_analysis_group_size
-        check_episodes("gradient_analysis_env_groups", groups or 1, "gradient_analysis_group_size", size or 1)
-        if self.swap_to_host and self.uses_deepspeed and (self.zero_stage != 3 or self.offload_optimizer):
-            raise ValueError(
-                "swap_to_host=True: with DeepSpeed it needs zero_stage=3 and offload_optimizer=False, and these are "
-                f"{self.zero_stage} and {self.offload_optimizer}"
-            )
-        if self.offload_parameters and self.zero_stage != 3:
-            raise ValueError(
-                f"offload_parameters=True: needs zero_stage=3, which shards the weights over the ranks; zero_stage is "
-                f"{self.zero_stage}"
-            )
-        return self
+    def list_rejections(self) -> dict[str, bool]:
+        """See `SettingsSection`."""
+        groups, size = self.gradient_analysis_env_groups or 1, self.gradient_analysis_group_size or 1
+        return {
+            **reject_episodes("gradient_analysis_env_groups", groups, "gradient_analysis_group_size", size),
+            "swap_to_host=True: with DeepSpeed it needs zero_stage=3 and offload_optimizer=False, and these are "
+            f"{self.zero_stage} and {self.offload_optimizer}": (
+                bool(self.swap_to_host) and self.uses_deepspeed and (self.zero_stage != 3 or self.offload_optimizer)
+            ),
+            "offload_parameters=True: needs zero_stage=3, which shards the weights over the ranks; zero_stage is "
+            f"{self.zero_stage}": self.offload_parameters and self.zero_stage != 3,
+        }
 
 
 class CollapseDetectionConfig(SettingsSection):

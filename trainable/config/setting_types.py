@@ -114,13 +114,12 @@ Precision = Annotated[
 GroupCount = Annotated[int, BeforeValidator(_sum_groups), Field(ge=1, le=MAX_LEVELS)]
 
 
-def check_episodes(groups_name: str, groups: int, size_name: str, size: int) -> None:
-    """Raise ValueError if `groups` groups of `size` rollouts exceed MAX_EPISODES."""
-    if groups * size > MAX_EPISODES:
-        raise ValueError(
-            f"{size_name}={size}: {groups_name}={groups} groups of that size are {groups * size} episodes at once, but "
-            f"must be at most {MAX_EPISODES}"
-        )
+def reject_episodes(groups_name: str, groups: int, size_name: str, size: int) -> dict[str, bool]:
+    """Check whether `groups` groups of `size` rollouts exceed MAX_EPISODES; maps the reason to show to the answer."""
+    return {
+        f"{size_name}={size}: {groups_name}={groups} groups of that size are {groups * size} episodes at once, but "
+        f"must be at most {MAX_EPISODES}": groups * size > MAX_EPISODES
+    }
 
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -26,7 +26,7 @@ from trainable.models.codec import Codec
 from trainable.models.interface import LanguageModel
 from trainable.ppo.evaluation import number_classes
 from trainable.rollout.episode import Episode
-from trainable.runs.collapse_quantities import EXTRA_QUANTITIES
+from trainable.runs.records import EXTRA_QUANTITIES
 
 if TYPE_CHECKING:
     from trainable.ppo.trainer import PPOTrainer
@@ -204,7 +204,7 @@ def diagnose_episodes(
 
     Returns the number of turns with a thought. For each sample: the quantities of `compute_information_metrics`,
     `smooth_zscores` and `compute_retrieval_metrics`, `retrieval_shuffled`, and the duration. Only `all_quantities`
-    includes `trainable.runs.collapse_quantities.EXTRA_QUANTITIES`. Log-probs are in nats, at temperature 1.
+    includes `trainable.runs.records.EXTRA_QUANTITIES`. Log-probs are in nats, at temperature 1.
 
     Source: published code (RAGEN `CollapseDetector.compute_collapse_metrics`).
     """

@@ -1,18 +1,25 @@
 """Batched encoding and decoding of text, for rollouts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 
 @dataclass(frozen=True)
 class Codec:
-    """Functions from batches of texts to token ids and back.
+    """Batches of texts to token ids and back, by a tokenizer of the package `tokenizers`."""
 
-    decode: omits special tokens, such as a reply's end marker. decode_all: includes them.
-    """
+    tokenizer: Any
 
-    encode: Callable[[Sequence[str]], list[list[int]]]
-    decode: Callable[[Sequence[Sequence[int] | np.ndarray]], list[str]]
-    decode_all: Callable[[Sequence[Sequence[int] | np.ndarray]], list[str]]
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode without adding special tokens, since the chat format writes them as text."""
+        # The fast variant does not compute the tokens' offsets in the text.
+        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[Sequence[int] | np.ndarray], skip_special_tokens: bool = True) -> list[str]:
+        """Decode, by default without special tokens, such as a reply's end marker."""
+        rows = [row.tolist() if isinstance(row, np.ndarray) else list(row) for row in ids]
+        texts: list[str] = self.tokenizer.decode_batch(rows, skip_special_tokens)
+        return texts

@@ -3,10 +3,8 @@
 import hashlib
 import json
 import os
-from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -21,7 +19,6 @@ from trainable.config.constants import SHIPPED_MODEL, SHIPPED_MODELS, TEACHERS
 from trainable.config.sections import ModelConfig
 from trainable.envs.prompts import CHATML, ChatFormat
 from trainable.models.chat_template import read_chat_format
-from trainable.models.codec import Codec
 from trainable.models.interface import LanguageModel, PassSettings, Trunk, ValueModel
 from trainable.models.qwen2 import Qwen2
 from trainable.models.qwen2_shape import Qwen2Shape, is_plain_qwen2
@@ -195,25 +192,6 @@ def make_value_model(trunk: Trunk, rng: np.random.Generator, device: torch.devic
     critic.score.weight = nn.Parameter(weight.to(device, torch.float32))
     critic.score.bias = nn.Parameter(torch.zeros(1, device=device))
     return critic
-
-
-def make_codec(tokenizer: Tokenizer) -> Codec:
-    """Make a codec that encodes without adding special tokens, since the chat format writes them as text.
-
-    It decodes without special tokens (`decode`) or with them (`decode_all`).
-    """
-
-    def encode(texts: Sequence[str]) -> list[list[int]]:
-        # The fast variant does not compute the tokens' offsets in the text.
-        return [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-    def decode(ids: Sequence[Sequence[int] | np.ndarray], skip_special_tokens: bool) -> list[str]:
-        rows = [row.tolist() if isinstance(row, np.ndarray) else list(row) for row in ids]
-        return tokenizer.decode_batch(rows, skip_special_tokens)
-
-    return Codec(
-        encode, partial(decode, skip_special_tokens=True), decode_all=partial(decode, skip_special_tokens=False)
-    )
 
 
 def make_pass_settings(settings: ModelConfig) -> PassSettings:

@@ -258,8 +258,10 @@ def _record_turns(
     rollout: Episode, codec: Codec, weights: NumbersPerTurn, advantages: NumbersPerTurn
 ) -> tuple[RecordedTurn, ...]:
     turns = range(len(rollout.texts))
-    observations = codec.decode_all([rollout.tokens[(rollout.turns == turn) & ~rollout.mask] for turn in turns])
-    replies = codec.decode_all([rollout.tokens[(rollout.turns == turn) & rollout.mask] for turn in turns])
+    observations, replies = (
+        codec.decode([rollout.tokens[(rollout.turns == turn) & mask] for turn in turns], skip_special_tokens=False)
+        for mask in (~rollout.mask, rollout.mask)
+    )
     return tuple(
         RecordedTurn(
             observation=observations[turn],

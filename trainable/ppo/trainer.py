@@ -27,8 +27,9 @@ from trainable.envs.environment import Level
 from trainable.envs.games.make import make_level_source
 from trainable.envs.level_sets import make_run_levels
 from trainable.files.step_phase import STEP_PHASE
+from trainable.models.codec import Codec
 from trainable.models.interface import LanguageModel, ValueModel
-from trainable.models.load import Policy, check_fingerprint, make_codec, pick_device, prepare_device
+from trainable.models.load import Policy, check_fingerprint, pick_device, prepare_device
 from trainable.models.networks import make_networks, move_reference
 from trainable.ppo import phases
 from trainable.ppo.evaluation import (
@@ -117,7 +118,7 @@ class PPOTrainer:
         self.critic, self.value_head = networks.critic, networks.value_head
         self.base_fingerprint, self.reference_fingerprint = networks.base_fingerprint, networks.reference_fingerprint
         self.model = policy.model
-        self.codec, self.stop_token = make_codec(policy.tokenizer), policy.stop_token
+        self.codec, self.stop_token = Codec(policy.tokenizer), policy.stop_token
         self.other_stop_tokens = policy.other_stop_tokens
         self.backends = make_backends(config, world, self.model, self.value_head, self.critic)
         self._reference_swap: HostSwap | None = None

@@ -150,31 +150,17 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         for name in checksums:
             if name != VALUES_FILE:
                 tensors |= load_file(source / name)
-        return tensors, _read_values(source / VALUES_FILE)
+        values = parse_json(read_bytes(source / VALUES_FILE, _MAX_VALUES_BYTES))
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{source} is not a complete checkpoint: {error}.") from error
-
-
-def read_values(folder: Path) -> dict[str, Any]:
-    """Read the values of the checkpoint at `folder`, without tensors. Raises CheckpointError if they are damaged."""
-    try:
-        check_path(folder.parent, folder)
-        _check_file(folder / VALUES_FILE, _read_checksums(folder / CHECKSUMS_FILE)[VALUES_FILE])
-        return _read_values(folder / VALUES_FILE)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} is not a complete checkpoint: {error}.") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{source / VALUES_FILE} is damaged: it does not hold a JSON object.")
+    return tensors, values
 
 
 def _check_file(path: Path, checksum: str) -> None:
     if compute_sha256(path) != checksum:
         raise CheckpointError(f"{path} is damaged: it does not match its recorded checksum.")
-
-
-def _read_values(path: Path) -> dict[str, Any]:
-    values = parse_json(read_bytes(path, _MAX_VALUES_BYTES))
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} is damaged: it does not hold a JSON object.")
-    return values
 
 
 def _read_checksums(path: Path) -> dict[str, str]:

@@ -40,8 +40,6 @@ class RunHistory(NamedTuple):
     """The rows in the order of their steps, without rows that a rollback dropped."""
     lines: RunLines
     """The lines of all files."""
-    damage: list[str]
-    """A description of each file with damaged or missing lines."""
     notes: list[str]
     """Sentences that say why an existing status.json could not be read."""
     status: StatusRecord
@@ -78,7 +76,7 @@ class RunHistory(NamedTuple):
             status = settle_status(status, GONE, rows)
         if status.status == "never_ran" and not status.reason:
             status = replace(status, reason=NOT_STARTED)
-        return cls(rows, lines, damage, notes, status)
+        return cls(rows, lines, notes, status)
 
     def find_collapse(self) -> float:
         """Find the step at which the run collapsed (see `find_collapse`); infinity if it has not."""

@@ -77,7 +77,13 @@ class Judge:
         """
         if obstacle := self.find_obstacle():
             raise JudgeError(obstacle)
-        contents = {"system": _INSTRUCTIONS, "user": _format_case(question, answer, evidence)}
+        passages = "\n".join(f"- {passage}" for passage in evidence)
+        # No answer can contain a tag with its digest, so none can end early and add a forged reference.
+        tag = f"answer-{hashlib.sha256(answer.encode()).hexdigest()[:16]}"
+        case = (
+            f"<question>\n{question}\n</question>\n<reference>\n{passages}\n</reference>\n<{tag}>\n{answer}\n</{tag}>"
+        )
+        contents = {"system": _INSTRUCTIONS, "user": case}
         messages = [{"role": role, "content": content} for role, content in contents.items()]
         body = {"model": self.model, "temperature": 0, "messages": messages}
         problem = ""
@@ -125,13 +131,6 @@ def make_judge(papers: PapersConfig) -> Judge:
 
 class _TransientError(Exception):
     """A failure that may not recur at the next attempt."""
-
-
-def _format_case(question: str, answer: str, evidence: Sequence[str]) -> str:
-    passages = "\n".join(f"- {passage}" for passage in evidence)
-    # No answer can contain a tag with its digest, so none can end early and add a forged reference.
-    tag = f"answer-{hashlib.sha256(answer.encode()).hexdigest()[:16]}"
-    return f"<question>\n{question}\n</question>\n<reference>\n{passages}\n</reference>\n<{tag}>\n{answer}\n</{tag}>"
 
 
 def _read_score(content: bytes) -> float:

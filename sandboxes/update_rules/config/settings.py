@@ -182,7 +182,7 @@ class UpdateRuleConfig(ToyRunConfig):
         return range(self.delay, step, self.trainer.test_freq)
 
     def list_rejections(self) -> dict[str, bool]:
-        """List combinations that would not measure what their names say; see `ToyRunConfig`."""
+        """List combinations that would not measure what their names say; see `SettingsSection`."""
         method, task, rule = self.method, self.task, self.rule
         is_bandit, is_chain = task in BANDIT_TASKS, task in CHAIN_TASKS
         is_old, is_noisy = self.delay > 0 or self.replay_capacity > 0, self.reward_noise > 0

@@ -42,19 +42,16 @@ def dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleL
     Source: Osband 2026, arXiv:2603.14608.
     Reduces to: half of REINFORCE as eta grows; for small eta, REINFORCE on samples of positive advantage only.
     Axis: influence. The weight of a sample depends on its surprisal as well as on its advantage.
+
+    ReplayDG (this sandbox) uses the same formula on batches from the replay buffer, without any correction for their
+    age. It reduces to DG with a delay at replay_capacity = delay + 1, because only one batch can be drawn. Axis:
+    support. It assumes that old samples are still informative for the current policy.
+
+    Kondo (the Kondo gate, arXiv:2603.20526) uses it on the rollouts that `screen_rollouts` keeps, which runs once,
+    before the inner epochs. It keeps or drops a sequence as a whole, and reduces to DG at kondo_keep = 1.
     """
     action_log_probs, advantage, gates = _gate_samples(rollouts, log_probs, config)
     return policy_gradient_loss(rollouts, action_log_probs, gates * advantage, gate_mean=gates)
-
-
-def replay_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
-    """−mean( l · sg(g · A) ) on a batch from the replay buffer, without any correction for its age.
-
-    Source: this sandbox.
-    Reduces to: DG; with replay_capacity = delay + 1 to DG with that delay, because only one batch can be drawn.
-    Axis: support. It assumes that old samples are still informative for the current policy.
-    """
-    return dg(rollouts, log_probs, config)
 
 
 def fresh_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -147,16 +144,6 @@ def reward_variance_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRule
 BISECTIONS = 20  # a range of 20 eta is halved to 2e-5 eta, too little to change a fraction of rollouts
 MARGIN = 10.0
 """Search margin around the scores, in units of eta. σ(±10) is within 5e-5 of 1 and 0, so the threshold lies inside."""
-
-
-def kondo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
-    """−mean( l · sg(g · A) ) over the rollouts that `screen_rollouts` keeps, which runs once, before the inner epochs.
-
-    Source: the Kondo gate, arXiv:2603.20526; a sequence is kept or dropped as a whole, by its largest delight.
-    Reduces to: DG at kondo_keep = 1.
-    Axis: influence. Samples with little delight get no weight, and no backward pass.
-    """
-    return dg(rollouts, log_probs, config)
 
 
 def compute_behavior_delight(rollouts: Rollouts) -> Tensor:

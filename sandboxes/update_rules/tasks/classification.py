@@ -97,19 +97,14 @@ def _read_idx(folder: Path, name: str, shape: tuple[int, ...]) -> Tensor:
 def make_synthetic_images() -> Images:
     """Make synthetic images of MNIST's shape, always the same ones."""
     rng = make_rng(0, "sandbox_data", 1)
-    prototypes = _make_prototypes(rng)
-    images, labels = _make_examples(prototypes, NUM_TRAIN + NUM_TEST, rng)
-    return Images(images[:NUM_TRAIN], labels[:NUM_TRAIN], images[NUM_TRAIN:], labels[NUM_TRAIN:], source="synthetic")
-
-
-def _make_prototypes(rng: np.random.Generator) -> Pixels:
-    """Make prototypes [classes, prototypes, side, side] of smooth random strokes between 0 and 1."""
-    # 7 x 7 random numbers, enlarged four times to 28 x 28 and blurred over 5 x 5 pixels.
+    # Prototypes [classes, prototypes, side, side] of smooth random strokes between 0 and 1: 7 x 7 random numbers,
+    # enlarged four times to 28 x 28 and blurred over 5 x 5 pixels.
     coarse_noise = rng.standard_normal((NUM_CLASSES, PROTOTYPES_PER_CLASS, 7, 7)).astype(np.float32)
     smooth_noise = np.kron(coarse_noise, np.ones((4, 4), dtype=np.float32))
     for axis in (-1, -2):
         smooth_noise = np.mean([np.roll(smooth_noise, shift, axis) for shift in range(-2, 3)], axis=0)
-    return smooth_noise.clip(0, 1)
+    images, labels = _make_examples(smooth_noise.clip(0, 1), NUM_TRAIN + NUM_TEST, rng)
+    return Images(images[:NUM_TRAIN], labels[:NUM_TRAIN], images[NUM_TRAIN:], labels[NUM_TRAIN:], source="synthetic")
 
 
 def _make_examples(prototypes: Pixels, count: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import Mock
 
 import numpy as np
@@ -41,7 +42,7 @@ def decode_all(rows: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
     return ["".join(names[int(token)] if token >= END else chr(token) for token in row) for row in rows]
 
 
-TEXTS = TreeTexts(Codec(encode, decode, decode_all), CHATML, "compact", tuple(MARKERS))
+TEXTS = TreeTexts(cast(Codec, SimpleNamespace(encode=encode, decode=decode)), CHATML, "compact", tuple(MARKERS))
 Policy = Callable[[str, float], str]
 """The reply to a conversation so far, with a random number; without an end marker if it ends in ~."""
 
@@ -203,7 +204,7 @@ def play_counting(code: str) -> tuple[Rollout, int]:
         lengths.extend(map(len, texts))
         return encode(texts)
 
-    texts = TEXTS._replace(codec=Codec(encode_and_count, decode, decode_all))
+    texts = TEXTS._replace(codec=cast(Codec, SimpleNamespace(encode=encode_and_count, decode=decode)))
     policy = lambda history, draw: run_code("FINAL('done')" if is_child(history) else code)  # noqa: E731
     ((tree,), _) = play(policy, limits=TreeLimits(turns=1), context_length=1_000, texts=texts)
     return tree, max(lengths)

@@ -9,7 +9,7 @@ from trainable.envs.level_sets import make_training_levels
 from trainable.envs.prompts import make_prompt_template
 from trainable.envs.sokoban.game import Sokoban
 from trainable.models.codec import Codec
-from trainable.models.load import load_policy, make_codec
+from trainable.models.load import load_policy
 from trainable.models.qwen2 import Qwen2
 from trainable.rollout.episode import Episode
 from trainable.rollout.episode_loop import RolloutRequest, TurnPlayer
@@ -28,7 +28,7 @@ class Rollout(NamedTuple):
 @pytest.fixture(scope="session")
 def rollout() -> Rollout:
     policy = load_policy("sokoban-tiny", torch.device("cpu"))
-    codec = make_codec(policy.tokenizer)
+    codec = Codec(policy.tokenizer)
     template, limits = make_prompt_template(Sokoban(), "compact", 10), TurnLimits(3, 2, 10)
     levels, params = make_training_levels(Sokoban(), range(10_000, 10_003)), SamplingParams(1.0, 24, policy.stop_token)
     rng, luck_rng = np.random.default_rng(0), np.random.default_rng(0)

@@ -27,8 +27,7 @@ from trainable.language_model import TRAINER as LANGUAGE_MODEL
 from trainable.models.load import load_policy
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
-from trainable.runs.collapse_quantities import EXTRA_QUANTITIES, QUANTITIES
-from trainable.runs.records import DEFAULT_STEP_COLUMNS, STEP_COLUMNS, TIME_COLUMNS
+from trainable.runs.records import DEFAULT_STEP_COLUMNS, EXTRA_QUANTITIES, QUANTITIES, STEP_COLUMNS, TIME_COLUMNS
 
 SAMPLES = 12
 COLUMNS = {column.name for column in STEP_COLUMNS if "collapse" in column.name}

@@ -13,7 +13,7 @@ from trainable.diagnostics.collapse import (
     sample_trajectory_pairs,
 )
 from trainable.envs.prompts import END_OF_MESSAGE
-from trainable.models.load import make_codec
+from trainable.models.codec import Codec
 from trainable.rollout.episode import Episode, StopReason
 from trainable.tiny.policies import SOKOBAN_TINY
 
@@ -60,7 +60,7 @@ def make_episode(replies: Sequence[str], tokenizer: Tokenizer = TINY_TOKENIZER, 
 
 def read_thoughts(replies: Sequence[str], tokenizer: Tokenizer = TINY_TOKENIZER) -> list[str]:
     """Read the text of the thought of each turn."""
-    (turns,) = read_turns([make_episode(replies, tokenizer)], make_codec(tokenizer))
+    (turns,) = read_turns([make_episode(replies, tokenizer)], Codec(tokenizer))
     return [tokenizer.decode(turn.thought.tolist()) for turn in turns]
 
 
@@ -93,7 +93,7 @@ def test_the_tiny_tokenizer_ends_a_thought_and_starts_an_answer_with_one_token()
     ids=["empty", "blank", "cut off", "not closed", "half closed"],
 )
 def test_a_thought_that_is_empty_or_not_closed_has_no_tokens(tokenizer: Tokenizer, reply: str) -> None:
-    (turns,) = read_turns([make_episode([reply], tokenizer)], make_codec(tokenizer))
+    (turns,) = read_turns([make_episode([reply], tokenizer)], Codec(tokenizer))
     assert len(turns[0].thought) == 0
     assert not turns[0].is_valid
 
@@ -116,7 +116,7 @@ def test_only_tokens_wholly_inside_the_thought_are_kept(reply: str, expected: st
 def test_a_prompt_is_the_whole_conversation_up_to_the_forced_start() -> None:
     replies = ["UL</think><answer>Up</answer><|im_end|>", "D</think><answer>Down</answer><|im_end|>"]
     episode = make_episode(replies)
-    ((first, second),) = read_turns([episode], make_codec(TINY_TOKENIZER))
+    ((first, second),) = read_turns([episode], Codec(TINY_TOKENIZER))
     assert TINY_TOKENIZER.decode(first.prompt.tolist()) == "<think>"
     prompt = TINY_TOKENIZER.decode(second.prompt.tolist(), skip_special_tokens=False)
     assert prompt == "<think>" + replies[0] + "Turn 1:\nState:\n<think>"

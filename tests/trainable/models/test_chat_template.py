@@ -16,7 +16,7 @@ from trainable.envs.level_sets import make_validation_levels
 from trainable.envs.prompts import CHATML, ChatFormat, Observation, make_prompt_template
 from trainable.envs.sokoban.game import Sokoban
 from trainable.models.chat_template import read_chat_format
-from trainable.models.load import make_codec
+from trainable.models.codec import Codec
 
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -126,7 +126,7 @@ def test_the_template_of_qwen_gives_the_default_prompts(tmp_path: Path) -> None:
 
 def test_a_turn_has_the_tokens_that_it_has_in_the_whole(tmp_path: Path) -> None:
     tokenizer = make_byte_tokenizer()
-    encode = make_codec(tokenizer).encode
+    encode = Codec(tokenizer).encode
     chat = read_format(tmp_path, STRIPPING_TEMPLATE, tokenizer)
     prompt_template = make_prompt_template(Sokoban("grid"), "full", 10, chat)
     level = make_validation_levels(Sokoban(), 1)[0]

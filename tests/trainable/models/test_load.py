@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.fakes.scripted import make_qwen2_shape, make_random_model
-from trainable.models.load import Policy, find_model, load_policy, make_codec, make_critic, read_end_tokens
+from trainable.models.codec import Codec
+from trainable.models.load import Policy, find_model, load_policy, make_critic, read_end_tokens
 from trainable.models.qwen2 import Qwen2
 from trainable.tiny.policies import SOKOBAN_TINY
 from trainable.tiny.tokenizer import write_tokenizer
@@ -118,7 +119,7 @@ def test_the_critic_starts_as_a_copy_of_the_policy_with_its_own_small_head() -> 
 
 def test_the_codec_adds_and_shows_no_special_tokens(tmp_path: Path) -> None:
     policy = load_policy(str(write_model_files(make_random_model(make_qwen2_shape()), tmp_path)), CPU)
-    codec = make_codec(policy.tokenizer)
+    codec = Codec(policy.tokenizer)
     ids = codec.encode(["Up || Left</answer><|im_end|>", "Up", ""])
     assert [len(row) for row in ids] == [5, 1, 0]
     assert codec.decode([np.array(row) for row in ids]) == ["Up || Left</answer>", "Up", ""]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.fakes.scripted import make_episode
-from trainable.models.load import make_codec
+from trainable.models.codec import Codec
 from trainable.ppo.evaluation import make_evaluation, number_classes, record_episode
 from trainable.rollout.episode import Episode, StopReason
 from trainable.runs.episode_lines import RecordedEpisode, RecordedTurn
@@ -61,7 +61,7 @@ def test_a_recorded_episode_has_the_texts_of_its_very_tokens() -> None:
         turn_validity=(True, False),
         stop_reason=StopReason.OUT_OF_CONTEXT,
     )
-    assert record_episode(episode, 5, make_codec(tokenizer)) == RecordedEpisode(
+    assert record_episode(episode, 5, Codec(tokenizer)) == RecordedEpisode(
         step=5,
         level=17,
         turns=(

@@ -377,7 +377,7 @@ def test_recorded_episodes_are_the_first_of_the_first_levels_and_change_nothing_
     for episodes, evaluation in zip(sampled_rollouts, sampled_evaluations, strict=True):
         for episode, recorded_episode in zip(episodes[:4:2], evaluation.episodes, strict=True):
             text = "".join(turn.observation + turn.reply for turn in recorded_episode.turns)
-            assert trainer.codec.decode_all([episode.tokens]) == [text]
+            assert trainer.codec.decode([episode.tokens], skip_special_tokens=False) == [text]
             first_prompt = trainer.player.encode_first_turn(trainer.val_levels[episode.group])
             assert trainer.codec.encode([recorded_episode.turns[0].observation]) == [first_prompt]
             assert tuple(turn.reward for turn in recorded_episode.turns) == episode.turn_rewards
@@ -406,7 +406,9 @@ def test_trained_episodes_are_recorded_with_the_mean_advantages_of_their_turns()
     batch, targets, _ = batches[1]
     for row, episode in enumerate(outputs[1].trained_episodes):
         text = "".join(turn.observation + turn.reply for turn in episode.turns)
-        assert trainer.codec.decode_all([batch.tokens[row, : batch.lengths[row]].numpy()]) == [text]
+        assert trainer.codec.decode([batch.tokens[row, : batch.lengths[row]].numpy()], skip_special_tokens=False) == [
+            text
+        ]
         for number, turn in enumerate(episode.turns):
             values = [
                 float(targets.advantages[row, place])

@@ -24,7 +24,7 @@ from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
 from trainable.envs.environment import TurnLimits
 from trainable.envs.games.frozen_lake import FrozenLake
 from trainable.envs.prompts import END_OF_MESSAGE, format_reply, make_prompt_template
-from trainable.models.load import make_codec
+from trainable.models.codec import Codec
 from trainable.rollout.engine import recompute_logprobs
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.episode_loop import Branching, RolloutRequest, TurnPlayer, draw_luck
@@ -106,7 +106,7 @@ def play(
 ) -> list[Episode]:
     """Play with an arbitrary policy. numbers: draw nodes; None for random ones. ranks: the numbers of their levels."""
     player = TurnPlayer(
-        GAME, make_prompt_template(GAME, "compact", limits.actions), make_codec(TOKENIZER), limits, -0.1, context_length
+        GAME, make_prompt_template(GAME, "compact", limits.actions), Codec(TOKENIZER), limits, -0.1, context_length
     )
     rng, first, episodes = np.random.default_rng(0), 0, list[Episode]()
     for count in ranks:

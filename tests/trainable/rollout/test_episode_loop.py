@@ -15,7 +15,7 @@ from trainable.envs.level_sets import make_validation_levels
 from trainable.envs.prompts import END_OF_MESSAGE, Observation, format_reply, make_prompt_template
 from trainable.envs.sokoban.board import Action, step
 from trainable.envs.sokoban.game import ACTION_NAMES, Sokoban
-from trainable.models.load import make_codec
+from trainable.models.codec import Codec
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.episode_loop import RolloutRequest, TurnPlayer, draw_luck
 from trainable.rollout.sampler import SampledReply, SamplingParams
@@ -26,7 +26,7 @@ TOKENIZER: Tokenizer = SOKOBAN_TINY.build_tokenizer()
 STOP = TOKENIZER.token_to_id(END_OF_MESSAGE)
 PROMPT_TEMPLATE = make_prompt_template(Sokoban(), "compact", 10)
 LIMITS = TurnLimits(turns=5, actions_per_turn=2, actions=10)
-PLAYER = TurnPlayer(Sokoban(), PROMPT_TEMPLATE, make_codec(TOKENIZER), LIMITS, format_penalty=-0.1, context_length=512)
+PLAYER = TurnPlayer(Sokoban(), PROMPT_TEMPLATE, Codec(TOKENIZER), LIMITS, format_penalty=-0.1, context_length=512)
 PlayedEpisodes = tuple[list[Episode], ScriptedSampler]
 ACTIONS = {name[0]: name for name in ACTION_NAMES.values()}
 

@@ -10,8 +10,9 @@ from trainable.envs.environment import TurnLimits
 from trainable.envs.level_sets import make_training_levels
 from trainable.envs.prompts import make_prompt_template
 from trainable.envs.sokoban.game import Sokoban
+from trainable.models.codec import Codec
 from trainable.models.interface import LanguageModel
-from trainable.models.load import Policy, load_policy, make_codec
+from trainable.models.load import Policy, load_policy
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.update import TokenFunction, compute_at_trained_tokens
 from trainable.rollout.compiled_sampler import CompiledSampler
@@ -221,7 +222,7 @@ def shipped_policy() -> Policy:
 
 def play_episodes(policy: Policy, make_sampler: MakeSampler, temperature: float) -> list[Episode]:
     template = make_prompt_template(Sokoban(), "compact", 10)
-    player = TurnPlayer(Sokoban(), template, make_codec(policy.tokenizer), TurnLimits(5, 2, 10), -0.1, 512)
+    player = TurnPlayer(Sokoban(), template, Codec(policy.tokenizer), TurnLimits(5, 2, 10), -0.1, 512)
     params = SamplingParams(temperature, 24, policy.model.shape.eos_token_id)
     levels, sampler = make_training_levels(Sokoban(), range(10_000, 10_004)), make_sampler(policy.model)
     rng, luck_rng = np.random.default_rng(0), np.random.default_rng(0)

@@ -14,7 +14,6 @@ from trainable.runs.checkpoint import (
     group_tensors,
     iter_checkpoints,
     read_checkpoint,
-    read_values,
     write_checkpoint,
     write_rolling_checkpoint,
 )
@@ -171,9 +170,8 @@ def test_deeply_nested_values_with_a_right_checksum_are_refused(tmp_path: Path) 
     (folder / "state.json").write_text("[" * 10**6)
     checksums = {name: compute_sha256(folder / name) for name in FILES[:2]}
     (folder / "checksums.json").write_text(json.dumps(checksums))
-    for read in (read_checkpoint, read_values):
-        with pytest.raises(CheckpointError, match="nested too deeply"):
-            read(folder)
+    with pytest.raises(CheckpointError, match="nested too deeply"):
+        read_checkpoint(folder)
 
 
 @pytest.mark.parametrize("name", [*FILES, ""])
@@ -184,15 +182,6 @@ def test_no_link_in_a_checkpoint_is_followed(tmp_path: Path, name: str) -> None:
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="is a symbolic link"):
         read_checkpoint(folder)
-
-
-def test_the_values_are_read_without_the_tensors(tmp_path: Path) -> None:
-    folder = write_step(tmp_path / "state")
-    (folder / "state.safetensors").unlink()
-    assert read_values(folder) == VALUES
-    (folder / "state.json").write_text((folder / "state.json").read_text().replace("12", "13"))
-    with pytest.raises(CheckpointError, match=r"state\.json is damaged"):
-        read_values(folder)
 
 
 NUMBERED_FILES = tuple(f"state-0000{number}-of-00003.safetensors" for number in (1, 2, 3))

@@ -13,7 +13,7 @@ from trainable.envs.sokoban.board import DIRECTIONS, Action, Tile, step
 from trainable.envs.sokoban.game import Sokoban
 from trainable.envs.sokoban.generate import SokobanLevel
 from trainable.envs.sokoban.solver import compute_distance_table
-from trainable.models.load import make_codec
+from trainable.models.codec import Codec
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.episode_loop import RolloutRequest, TurnPlayer
 from trainable.rollout.sampler import SamplingParams
@@ -47,7 +47,7 @@ def replay(
     """Replay the episode in the real game, with the trained segments as the replies of the model."""
     replies = [tokenizer.encode(segment.text).ids for segment in segments if segment.is_trained]
     stop_token = tokenizer.token_to_id(END_OF_MESSAGE)
-    player = TurnPlayer(Sokoban(), PROMPT_TEMPLATE, make_codec(tokenizer), TurnLimits(*limits), -0.1, 512)
+    player = TurnPlayer(Sokoban(), PROMPT_TEMPLATE, Codec(tokenizer), TurnLimits(*limits), -0.1, 512)
     params, sampler = SamplingParams(1.0, 24, stop_token), ScriptedSampler([replies])
     rng, luck_rng = np.random.default_rng(0), np.random.default_rng(0)
     (episode,) = player.roll_out(RolloutRequest([level], 1, sampler, params, rng, luck_rng))

@@ -17,7 +17,7 @@ FORMULAS = ("delight", "grouped", "policy_gradient", "target_policy", "token_cre
 
 
 def test_every_function_that_is_a_rule_has_a_record_and_a_configuration_that_of_its_method() -> None:
-    """Each function has exactly one record, except for DAPO, which has two names."""
+    """Each function has exactly one record, except for DAPO, with two names, and DG, of which two vary the batch."""
     functions = set()
     for module in FORMULAS:
         for function in vars(import_module(f"sandboxes.update_rules.rules.{module}")).values():
@@ -27,8 +27,9 @@ def test_every_function_that_is_a_rule_has_a_record_and_a_configuration_that_of_
                 if is_rule and signature.return_annotation is RuleLoss:
                     functions.add(function)
     assert set(UPDATE_RULES.values()) == functions
-    assert len(functions) == len(METHODS) - 1
+    assert len(functions) == len(METHODS) - 3
     assert UPDATE_RULES["DAPO"] is UPDATE_RULES["DAPOLite"]
+    assert UPDATE_RULES["DG"] is UPDATE_RULES["ReplayDG"] is UPDATE_RULES["Kondo"]
     config = UpdateRuleConfig.model_validate({"method": "GRPO"})
     assert config.rule is RULES["GRPO"]
     assert "rule" not in config.model_dump()

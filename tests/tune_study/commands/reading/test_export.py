@@ -16,8 +16,9 @@ from tests.fakes.command_line import assert_refused, get_output, read_files, typ
 from tests.fakes.plans import SMALL_SETTINGS, plan_study, train_without_ray
 from trainable.export.policy import load_trained_policy
 from trainable.files.json_values import read_object, write_object
+from trainable.models.codec import Codec
 from trainable.models.interface import PassSettings
-from trainable.models.load import find_model, load_policy, make_codec
+from trainable.models.load import find_model, load_policy
 from trainable.models.lora import iter_merged_weights
 from trainable.models.qwen2 import Qwen2
 from trainable.runs.checkpoint import iter_checkpoints
@@ -137,7 +138,7 @@ def test_the_chat_template_gives_the_tokens_of_the_training(study: StudyPlan, tm
     assert export(study, tmp_path / "policy")[0] == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
     policy = load_policy(study.runs[0].ppo_config.model.path, torch.device("cpu"))
-    chat, codec = policy.chat_format, make_codec(policy.tokenizer)
+    chat, codec = policy.chat_format, Codec(policy.tokenizer)
     episodes = read_episodes(study.get_run_dir(study.runs[0].run_id))
     assert max(len(episode.turns) for episode in episodes) > 1
     for episode in episodes:
