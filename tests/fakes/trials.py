@@ -12,7 +12,7 @@ from trainable.runs.checkpoint import iter_checkpoints
 from trainable.runs.records import CARRIED_KEY, TIME_COLUMNS, drop_carried
 from trainable.runs.run_files import read_rows
 from trainable.runs.stop_rules import RULES
-from trainable.runs.training import TrainingLoop
+from trainable.runs.training import TrainerFamily, TrainingLoop
 from trainable.trial import PPO
 
 Row = dict[str, Any]
@@ -48,12 +48,15 @@ def make_trial_config(folder: Path, seed: int = 0, interrupt: str | None = None,
     return {**changed_settings, "seed": seed, "run": options}
 
 
-def make_loop(folder: Path, read_clock: Callable[[], float] = time.monotonic, **settings: object) -> TrainingLoop:
+def make_loop(
+    folder: Path,
+    read_clock: Callable[[], float] = time.monotonic,
+    family: TrainerFamily = LANGUAGE_MODEL,
+    **settings: object,
+) -> TrainingLoop:
     """Make the loop of `PPO.begin`."""
     config = make_trial_config(folder, **settings)
-    return TrainingLoop(
-        LANGUAGE_MODEL, PPO.make_config(config), config["run"]["runs"], config["run"], read_clock=read_clock
-    )
+    return TrainingLoop(family, PPO.make_config(config), config["run"]["runs"], config["run"], read_clock=read_clock)
 
 
 LIVE_TRIALS: list[PPO] = []

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests.fakes.scripted import make_random_episodes
 from tests.fakes.trainers import (
     Row,
+    check_resumption,
     copy_weights,
     drop_times,
     has_changed,
-    has_same_weights,
     make_quiet_trainer,
     record_results,
     run_steps,
@@ -27,7 +27,6 @@ from trainable.config.run_config import ConfigError
 from trainable.config.sections import FilterConfig
 from trainable.ppo.targets import Selection, filter_episodes
 from trainable.rollout.episode import Episode, collate
-from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 
 GRPO = {"algorithm__adv_estimator": "grpo"}
 # The groups of equal scores are dropped: with 2 of 4 levels, some steps lack groups.
@@ -112,13 +111,7 @@ def test_the_first_batch_is_that_of_a_run_without_further_ones() -> None:
 
 
 def test_a_run_that_samples_further_batches_resumes_to_the_same_rows(tmp_path: Path) -> None:
-    trainer, resumed = make_quiet_trainer(**REFILL), make_quiet_trainer(**REFILL)
-    run_steps(trainer, 1)
-    write_checkpoint(tmp_path / "state", *trainer.get_state())
-    expected_rows = run_steps(trainer, 2)
-    resumed.load_state(*read_checkpoint(tmp_path / "state"))
-    assert run_steps(resumed, 2) == expected_rows
-    assert has_same_weights(resumed, trainer)
+    check_resumption(lambda: make_quiet_trainer(**REFILL), tmp_path)
 
 
 def test_further_batches_draw_their_own_numbers_whatever_the_length_of_the_run() -> None:

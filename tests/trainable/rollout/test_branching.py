@@ -12,9 +12,9 @@ import torch
 
 from tests.fakes.trainers import (
     Row,
+    check_resumption,
     copy_weights,
     has_changed,
-    has_same_weights,
     make_quiet_trainer,
     record_results,
     run_steps,
@@ -29,7 +29,6 @@ from trainable.rollout.engine import recompute_logprobs
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.episode_loop import Branching, RolloutRequest, TurnPlayer, draw_luck
 from trainable.rollout.sampler import Conversation, RowStreams, SampledReply, SamplingParams
-from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 from trainable.tiny.policies import FROZENLAKE_TINY
 
 GAME = FrozenLake()
@@ -346,13 +345,7 @@ def test_the_replies_of_a_branch_are_conditioned_on_its_prefix(settings: Row, te
 
 
 def test_a_run_with_branches_resumes_to_the_same_rows(tmp_path: Path) -> None:
-    trainer, resumed = make_quiet_trainer(**TREES), make_quiet_trainer(**TREES)
-    run_steps(trainer, 1)
-    write_checkpoint(tmp_path / "state", *trainer.get_state())
-    expected_rows = run_steps(trainer, 2)
-    resumed.load_state(*read_checkpoint(tmp_path / "state"))
-    assert run_steps(resumed, 2) == expected_rows
-    assert has_same_weights(resumed, trainer)
+    check_resumption(lambda: make_quiet_trainer(**TREES), tmp_path)
 
 
 def test_training_episodes_branch_and_those_of_validations_do_not() -> None:
