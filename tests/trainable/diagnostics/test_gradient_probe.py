@@ -342,21 +342,6 @@ def test_a_bucket_has_a_fold_for_each_of_its_groups_up_to_eight(trainer: PPOTrai
 
 
 @pytest.mark.long
-def test_groups_without_spread_leave_grpo_only_the_regularizers() -> None:
-    trainer = make_trained_trainer(algorithm__adv_estimator="grpo")
-    prepared, stds = prepare_batch(trainer)
-    zero_advantages = torch.zeros_like(prepared.targets.advantages)
-    findings = measure(trainer, replace_advantages(prepared, zero_advantages), stds)
-    rows = index_rows(findings)
-    names = ("signal_share", "signal_share_low", "signal_share_high")
-    assert [rows["all", "task"][name] for name in names] == [0, 0, 0]
-    assert rows["all", "kl"]["signal_share"] + rows["all", "entropy"]["signal_share"] == pytest.approx(1)
-    # A component of zero has a share only in a step that has signal.
-    for row in (row for row in findings.rows if row["component"] == "task"):
-        assert (row["signal_share"] == 0) == (rows[row["bucket"], "total"]["signal_share"] == 1)
-
-
-@pytest.mark.long
 def test_shares_of_the_expected_step_sum_to_one_where_it_has_signal(probed: tuple[PreparedBatch, ProbeResult]) -> None:
     rows = index_rows(probed[1])
     for bucket in dict.fromkeys(name for name, _ in rows):

@@ -343,7 +343,7 @@ def test_states_with_and_without_adapters_are_not_exchanged() -> None:
 def test_gradients_are_analyzed_of_adapters_alone() -> None:
     analysis = {
         "trainer__gradient_analysis_mode": True,
-        "trainer__gradient_analysis_env_groups": 6,
+        "trainer__gradient_analysis_env_groups": 2,
         "trainer__gradient_analysis_group_size": 4,
         "env__group_size": 4,
     }

@@ -1,7 +1,6 @@
 """Which episodes a step trains on: groups that pass the filter, further batches of groups, and masked episodes."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from tests.fakes.trainers import (
     run_steps,
 )
 from tests.strategies.examples import draw_examples
-from trainable.backend.world import World
 from trainable.config.own_parts import PartFile, register_file
 from trainable.config.run_config import ConfigError
 from trainable.config.sections import FilterConfig
@@ -123,24 +121,6 @@ def test_further_batches_draw_their_own_numbers_whatever_the_length_of_the_run()
     first, again, second = (short.roll_out(levels, 2, "sampling", *indices) for indices in ((), (), (1,)))
     texts = [[episode.texts for episode in episodes] for episodes in (first, again, second)]
     assert texts[0] == texts[1] != texts[2]
-
-
-class LonelyRank(World):
-    """A rank that gathers its own objects alone."""
-
-    def all_gather_object(self, local_object: Any) -> list[Any]:
-        return [local_object]
-
-
-def test_ranks_sample_the_further_batches_of_one() -> None:
-    trainer = make_quiet_trainer(**REFILL)
-    levels = trainer.refill_levels[0]
-    expected = trainer.roll_out(levels, 2, "sampling", 1)
-    episodes: list[Episode] = []
-    for rank in range(2):
-        trainer.world = LonelyRank(rank, 2)
-        episodes += trainer.roll_out(levels, 2, "sampling", 1)
-    assert [(e.group, e.tokens.tolist()) for e in episodes] == [(e.group, e.tokens.tolist()) for e in expected]
 
 
 def test_without_a_useful_group_in_any_batch_a_step_is_empty(random_folder: Path) -> None:

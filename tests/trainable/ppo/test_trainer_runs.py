@@ -30,9 +30,7 @@ BASE = [(0, "val", "sampled"), (0, "val", "greedy")]
     ("freq", "expected"),
     [
         (2, [BASE, [(2, "val", "sampled")], [(3, "val", "sampled")]]),
-        (1, [[*BASE, (1, "val", "sampled")], [(2, "val", "sampled")], [(3, "val", "sampled")]]),
         (0, [BASE, [], []]),
-        (10, [BASE, [], [(3, "val", "sampled")]]),
     ],
 )
 def test_when_validation_happens(freq: int, expected: list[Any]) -> None:
@@ -128,23 +126,29 @@ def test_without_test_levels_there_is_no_test() -> None:
 
 
 SCRIPT = """
-import json, torch
+import json, sys, torch
 from tests.fakes.scripted import make_small_config
 from trainable.ppo.trainer import PPOTrainer
 torch.set_num_threads(1)
 torch.manual_seed(1)  # global generators must not matter
 trainer = PPOTrainer(make_small_config(actor__use_kl_loss=True, actor__entropy_coeff=0.01))
-print(json.dumps([trainer.step().row for _ in range(3)]))
+rows = [trainer.step().row for _ in range(3)]
+tensors, values = trainer.get_state()
+trainer.load_state(tensors, values)
+print(json.dumps([rows, sorted({"sympy", "torch._dynamo", "peft"} & set(sys.modules))]))
 """
 
 
 @pytest.mark.long
-def test_another_process_writes_the_same_rows() -> None:
+def test_another_process_writes_the_same_rows_and_imports_no_package_that_takes_seconds() -> None:
     root = Path(__file__).parents[3]
     process = subprocess.run([sys.executable, "-c", SCRIPT], cwd=root, capture_output=True, text=True, check=True)
+    rows, slow_packages = json.loads(process.stdout)
     trainer = PPOTrainer(make_small_config(actor__use_kl_loss=True, actor__entropy_coeff=0.01))
     torch.manual_seed(2)
-    assert [drop_times(row) for row in json.loads(process.stdout)] == run_steps(trainer, 3)
+    assert [drop_times(row) for row in rows] == run_steps(trainer, 3)
+    # torch's compiler, and adapters that the run does not have.
+    assert slow_packages == []
 
 
 RESUMED = {
