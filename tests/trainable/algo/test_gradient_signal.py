@@ -35,11 +35,6 @@ def make_vectors(*shape: int, seed: int = 0, drift: float = 1.0) -> Tensor:
     return drift + torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def compute_mean_gradients(x: Tensor, counts: Tensor) -> Tensor:
-    """Mean gradients (C, D) of fold gradients (K, C, D)."""
-    return torch.einsum("k,kcn->cn", counts.double() / counts.double().sum(), x)
-
-
 def is_close(value: float, expected: float, scale: float) -> bool:
     return value == pytest.approx(expected, rel=1e-9, abs=1e-10 * scale)
 

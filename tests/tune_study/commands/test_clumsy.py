@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from tune_study.commands.cli import app
 
 NOTHING = "contains no study (no study.json): type the folder results/<run> of a study"
-SANDBOX = "run influence --dry-run"
 SEARCH = "search influence --trials 4 --vary lr=1e-4:1e-2"
 REFERENCE = "run kl --kl-values 0.1 --set model.reference_path=nothing-here"
 LAPTOP = "run kl --preset laptop --dry-run"

@@ -3,11 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.oracles.sokoban import make_board, make_random_board, oracle_act, parse_board, parse_grid, solve
+from tests.oracles.sokoban import make_board, make_random_board, oracle_act, parse_board, parse_grid
 from tests.strategies.examples import draw_examples
-from trainable.envs import level_sets
-from trainable.envs.sokoban.board import Action, is_solved, step
-from trainable.envs.sokoban.game import Sokoban
+from trainable.envs.sokoban.board import Action, step
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -70,19 +68,6 @@ def test_rewards_and_boards_by_hand(name):
         assert outcome.rewards.item() == pytest.approx(reward, abs=1e-12)
     np.testing.assert_array_equal(cells[0], parse_grid(after.replace("/", "\n")))
     assert outcome.solved.item() == ("X" not in after)
-
-
-def test_a_solution_of_n_actions_returns_eleven_less_a_tenth_of_n():
-    levels = level_sets.make_validation_levels(Sokoban(), 96)
-    for level in levels:
-        actions = solve(level.cells)
-        cells, total = level.cells[None], 0.0
-        for action in actions:
-            assert not is_solved(cells).item()
-            outcome = step(cells, np.array([action]))
-            cells, total = outcome.cells, total + outcome.rewards.item()
-        assert is_solved(cells).item()
-        assert total == pytest.approx(11 - 0.1 * len(actions), abs=1e-9)
 
 
 def test_step_leaves_its_input_alone_and_takes_any_memory_order():
