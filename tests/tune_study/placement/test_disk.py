@@ -44,7 +44,7 @@ VARIANTS: dict[str, Mapping[str, object]] = {
     "adapters": {"model.lora_rank": 8, "actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1},
     "a reference that moves": {"actor.use_kl_loss": True, "trainer.ref_model_sync_steps": 2},
     "a reference that moves, adapters": {
-        "model.lora_rank": 4,
+        "model.lora_rank": 8,
         "actor.use_kl_loss": True,
         "trainer.ref_model_sync_steps": 2,
     },
