@@ -6,8 +6,9 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -124,6 +125,20 @@ def s3() -> Iterator[str]:
     """Start a local S3-compatible server and yield the query of its URIs, as in s3://shelf/folder?<query>."""
     with start_s3_server() as query:
         yield query
+
+
+@pytest.fixture
+def make_in_folder(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Return a function that makes a trial of a class in a folder of this test, and close all trials at its end."""
+    trials: list[Any] = []
+
+    def make(family: type, name: str, config: dict[str, Any]) -> Any:
+        trials.append(type("Here", (family,), {"logdir": str(tmp_path / name)})(config))
+        return trials[-1]
+
+    yield make
+    for trial in trials:
+        trial.cleanup()
 
 
 @pytest.fixture(params=["s3", "path"])

@@ -1,5 +1,7 @@
 """Helpers to make small trainers, to step them and to compare two of them."""
 
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from trainable.diagnostics.gradient_analysis import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
 from trainable.rollout.episode_loop import RolloutRequest
+from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 from trainable.runs.records import TIME_COLUMNS
 
 Row = dict[str, Any]
@@ -34,6 +37,25 @@ def drop_times(row: Row) -> Row:
 
 def run_steps(trainer: PPOTrainer, count: int) -> list[Row]:
     return [drop_times(trainer.step().row) for _ in range(count)]
+
+
+def check_resumption(make_trainer: Callable[[], PPOTrainer], folder: Path, stops: Sequence[int] = (1,)) -> None:
+    """Check that trainers which continue from states of a run write its further rows and end with its state."""
+    uninterrupted, rows = make_trainer(), list[Row]()
+    total_steps = uninterrupted.config.trainer.total_training_steps
+    for step in range(1, total_steps + 1):
+        rows += run_steps(uninterrupted, 1)
+        if step in stops:
+            write_checkpoint(folder / f"state_{step}", *uninterrupted.get_state())
+    for stop in stops:
+        resumed = make_trainer()
+        tensors, values = read_checkpoint(folder / f"state_{stop}")
+        resumed.load_state(tensors, values)
+        assert (resumed.step_index, resumed.seconds_total) == (stop, values["seconds_total"])
+        assert run_steps(resumed, total_steps - stop) == rows[stop:]
+        assert has_same_weights(resumed, uninterrupted)
+        end, other_end = (trainer.get_state()[1] | {"seconds_total": 0} for trainer in (resumed, uninterrupted))
+        assert end == other_end
 
 
 def copy_weights(trainer: PPOTrainer) -> dict[str, torch.Tensor]:

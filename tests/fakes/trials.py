@@ -12,12 +12,11 @@ from trainable.runs.checkpoint import iter_checkpoints
 from trainable.runs.records import CARRIED_KEY, TIME_COLUMNS, drop_carried
 from trainable.runs.run_files import read_rows
 from trainable.runs.stop_rules import RULES
-from trainable.runs.training import TrainingLoop
+from trainable.runs.training import TrainerFamily, TrainingLoop
 from trainable.trial import PPO
 
 Row = dict[str, Any]
 UninterruptedRun = tuple[Path, list[Row]]
-FEW_LEVELS = {"env.val_env_groups": 4, "env.test_env_groups": 2}
 TOY = {"task": "token_reversal", "seq_len": 2, "d_model": 8, "num_layers": 1, "batch_size": 8} | {
     "trainer.total_training_steps": 6,
     "trainer.test_freq": 2,
@@ -26,10 +25,19 @@ TOY = {"task": "token_reversal", "seq_len": 2, "d_model": 8, "num_layers": 1, "b
 IDENTITY = {"run_id": "kl-01-s0", "study": "kl", "arm": "0.1", "seed": 0}
 
 
+SMALL_TRIAL = {**SMALL_SETTINGS, "env.val_env_groups": 4, "env.test_env_groups": 2}
+"""A small run of PPO."""
+
+
+def save_trial(trial: PPO, folder: Path) -> None:
+    """Let a trial save a checkpoint as Tune does."""
+    folder.mkdir(parents=True)
+    trial.save_checkpoint(str(folder))
+
+
 def make_trial_config(folder: Path, seed: int = 0, interrupt: str | None = None, **settings: object) -> Row:
     changed_settings = {
-        **SMALL_SETTINGS,
-        **FEW_LEVELS,
+        **SMALL_TRIAL,
         **{key.replace("__", "."): value for key, value in settings.items()},
     }
     run = {
@@ -48,12 +56,15 @@ def make_trial_config(folder: Path, seed: int = 0, interrupt: str | None = None,
     return {**changed_settings, "seed": seed, "run": options}
 
 
-def make_loop(folder: Path, read_clock: Callable[[], float] = time.monotonic, **settings: object) -> TrainingLoop:
+def make_loop(
+    folder: Path,
+    read_clock: Callable[[], float] = time.monotonic,
+    family: TrainerFamily = LANGUAGE_MODEL,
+    **settings: object,
+) -> TrainingLoop:
     """Make the loop of `PPO.begin`."""
     config = make_trial_config(folder, **settings)
-    return TrainingLoop(
-        LANGUAGE_MODEL, PPO.make_config(config), config["run"]["runs"], config["run"], read_clock=read_clock
-    )
+    return TrainingLoop(family, PPO.make_config(config), config["run"]["runs"], config["run"], read_clock=read_clock)
 
 
 LIVE_TRIALS: list[PPO] = []

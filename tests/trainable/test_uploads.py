@@ -4,7 +4,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +13,25 @@ from pyarrow.fs import FileSystem, FileType
 from ray import tune
 
 from sandboxes.update_rules.trial import UpdateRules
-from tests.fakes.scripted import SMALL_SETTINGS
-from tests.fakes.trials import FEW_LEVELS, TOY, drop_times
+from tests.fakes.trials import SMALL_TRIAL, TOY, drop_times, save_trial
 from trainable import uploads
 from trainable.runs.failures import RunFailedError
 from trainable.runs.run_files import CHECKSUMS_FILE, METRICS_FILE, read_rows
 from trainable.trial import PPO
 from trainable.uploads import COMPLETE_FILE, Uploads, list_stored_checkpoints, read_pointer, upload_folder
+from tune_study.folder.storage import StoredFolder
 from tune_study.plan.storage_uri import join_uri
-
-SMALL = {**SMALL_SETTINGS, **FEW_LEVELS}
 
 
 @pytest.fixture
-def make_trial(tmp_path: Path) -> Iterator[Callable[..., PPO]]:
+def make_trial(make_in_folder: Callable[..., PPO]) -> Callable[..., PPO]:
     """Return a function that makes a trial with a storage on a node, a folder of this test."""
-    trials: list[PPO] = []
 
     def make(node: str, uri: str, family: type[PPO] = PPO, **settings: object) -> PPO:
-        base = SMALL if family is PPO else TOY
-        config = {**base, "trainer.disk_patience": 0, "run": {"storage": uri}, **settings}
-        trials.append(type("Here", (family,), {"logdir": str(tmp_path / node)})(config))
-        return trials[-1]
+        base = SMALL_TRIAL if family is PPO else TOY
+        return make_in_folder(family, node, {**base, "trainer.disk_patience": 0, "run": {"storage": uri}, **settings})
 
-    yield make
-    for trial in trials:
-        trial.cleanup()
+    return make
 
 
 def list_checkpoints(uri: str, trial: str = "default") -> list[tuple[int, int, dict[int, int], bool]]:
@@ -56,17 +49,9 @@ def list_checkpoints(uri: str, trial: str = "default") -> list[tuple[int, int, d
     ]
 
 
-def put(uri: str, name: str, content: bytes = b"x") -> None:
-    filesystem, path = FileSystem.from_uri(uri)
-    filesystem.create_dir(f"{path}/{name}".rpartition("/")[0])
-    with filesystem.open_output_stream(f"{path}/{name}") as stored_file:
-        stored_file.write(content)
-
-
 def save(trial: PPO, folder: Path) -> str:
     """Let a trial save a checkpoint as Tune does at its end; return the folder of the checkpoint that it names."""
-    folder.mkdir(parents=True)
-    trial.save_checkpoint(str(folder))
+    save_trial(trial, folder)
     return read_pointer(*FileSystem.from_uri(folder.as_uri()))
 
 
@@ -110,7 +95,7 @@ def test_checkpoints_are_listed_by_start_and_number_with_the_steps_of_their_stat
         "checkpoint_000000/runs.json",
         "start_9_somewhere/checkpoint_000003/complete",
     ):
-        put(uri, f"default/{name}")
+        StoredFolder(uri).put(f"default/{name}", b"x")
     assert list_checkpoints(uri) == [
         (9, 2, {0: 0}, True),
         (9, 10, {0: 10, 1: 0}, False),
@@ -144,7 +129,7 @@ def test_two_checkpoints_are_left_and_what_a_dead_start_has_begun_is_removed(uri
     first = start(uri)
     for number in range(3):
         upload(first, tmp_path / f"first{number}")
-    put(uri, f"default/start_1_00000000/checkpoint_000004/0/{METRICS_FILE}")
+    StoredFolder(uri).put(f"default/start_1_00000000/checkpoint_000004/0/{METRICS_FILE}", b"x")
     assert [entry[:2] for entry in list_checkpoints(uri)] == [(1, 2), (1, 3), (1, 4)]
     second = start(uri)
     assert [checkpoint.number for checkpoint in second.earlier_checkpoints] == [2, 3]
@@ -154,7 +139,8 @@ def test_two_checkpoints_are_left_and_what_a_dead_start_has_begun_is_removed(uri
     assert [entry[:2] for entry in list_checkpoints(uri)] == [(2, 1), (2, 2)]
 
 
-def test_a_start_behind_a_partition_neither_writes_nor_removes_what_a_later_one_has(uri: str, tmp_path: Path) -> None:
+def test_a_start_behind_a_partition_neither_writes_nor_removes_what_a_later_one_has(tmp_path: Path) -> None:
+    uri = (tmp_path / "shared").as_uri()
     first = start(uri)
     upload(first, tmp_path / "first0")
     second = start(uri)
@@ -174,7 +160,8 @@ def test_a_start_behind_a_partition_neither_writes_nor_removes_what_a_later_one_
     assert fourth.folder != third.folder
 
 
-def test_the_last_checkpoint_of_a_seed_that_ended_earlier_stays(uri: str, tmp_path: Path) -> None:
+def test_the_last_checkpoint_of_a_seed_that_ended_earlier_stays(tmp_path: Path) -> None:
+    uri = (tmp_path / "shared").as_uri()
     upload(start(uri), tmp_path / "both", seeds=(0, 1))
     later = start(uri)
     for number in range(3):
@@ -213,8 +200,9 @@ def test_a_trial_goes_on_while_its_state_is_uploaded(
 
 
 def test_a_trial_continues_on_another_node_from_the_newest_usable_checkpoint(
-    make_trial: Callable[..., PPO], tmp_path: Path, uri: str
+    make_trial: Callable[..., PPO], tmp_path: Path, s3: str
 ) -> None:
+    uri = f"s3://shelf/another-node?{s3}"
     alone = make_trial("alone", (tmp_path / "alone-store").as_uri())
     while not alone.step()["done"]:
         pass
@@ -317,7 +305,8 @@ def test_of_a_run_that_keeps_no_state_the_last_upload_alone_is_left(
     assert [row["step"] for row in read_rows(stored / "0" / METRICS_FILE)] == [1, 2, 3]
 
 
-def test_saved_checkpoints_move_to_the_storage(make_trial: Callable[..., PPO], tmp_path: Path, uri: str) -> None:
+def test_saved_checkpoints_move_to_the_storage(make_trial: Callable[..., PPO], tmp_path: Path) -> None:
+    uri = (tmp_path / "shared").as_uri()
     trial = make_trial("a", uri, **{"trainer.save_freq": 1, "trainer.resume_every": 50})
     trial.step()
     save(trial, tmp_path / "tune" / "checkpoint_000000")

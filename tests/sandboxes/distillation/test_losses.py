@@ -57,17 +57,6 @@ def test_the_exact_loss_is_the_sum_of_its_definition(seed: int) -> None:
     assert float(losses.reverse_kl_loss(student[None], teacher[None])) == pytest.approx(expected)
 
 
-def test_the_gradient_of_the_exact_loss_is_that_of_the_formula() -> None:
-    """With logits z, the gradient of KL(p || q) is p (log p - log q - KL)."""
-    logits, teacher = make_logits(0)[:1, None, :][None], make_logits(1)[:1, None, :][None].log_softmax(-1)
-    logits.requires_grad_()
-    loss = losses.reverse_kl_loss(logits.log_softmax(-1), teacher)
-    (gradient,) = torch.autograd.grad(loss.sum(), logits)
-    log_ratio = logits.log_softmax(-1) - teacher
-    expected = logits.softmax(-1) * (log_ratio - (logits.softmax(-1) * log_ratio).sum(-1, keepdim=True))
-    torch.testing.assert_close(gradient, expected.detach())
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_sampled_tokens_and_returns_give_the_gradients_of_their_divergences(seed: int) -> None:
     student_logits, teacher_logits = make_logits(seed), make_logits(seed + 10)
@@ -92,16 +81,6 @@ def make_policies(seed: int, actions: int = 5) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     student, teacher = torch.randn(2, 1, 4, 3, actions, dtype=torch.float64, generator=generator).log_softmax(-1)
     return student, teacher
-
-
-@given(st.integers(0, 50), st.sampled_from(["student", "teacher", "intersection"]), st.booleans())
-def test_the_sum_over_all_tokens_is_the_exact_divergence(seed: int, support: losses.Support, normalize: bool) -> None:
-    student, teacher = make_policies(seed)
-    mask = losses.select_support(student, teacher, 9, support).mask
-    assert mask.all()
-    torch.testing.assert_close(
-        losses.truncated_reverse_kl_loss(student, teacher, mask, normalize), losses.reverse_kl_loss(student, teacher)
-    )
 
 
 @given(st.integers(0, 50), st.integers(1, 5))

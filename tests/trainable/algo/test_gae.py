@@ -18,12 +18,6 @@ def make_double(x: object) -> Tensor:
     return torch.tensor(x, dtype=torch.float64)
 
 
-def insert_untrained(x: Tensor, position: int, count: int, fill_value: float) -> Tensor:
-    """Return `x` (B, T) with `count` columns of `fill_value` inserted before column `position`."""
-    fill_columns = torch.full((len(x), count), fill_value).to(x.dtype)
-    return torch.cat([x[:, :position], fill_columns, x[:, position:]], dim=1)
-
-
 @examples
 @given(sequences())
 def test_conserved_rewards_equal_the_loop(batch: Sequences) -> None:
@@ -71,48 +65,6 @@ def test_published_vector() -> None:
     assert not returns.requires_grad
 
 
-@examples
-@given(sequences(), discounts)
-def test_lambda_one_gives_return_minus_value_and_lambda_zero_one_step_errors(batch: Sequences, gamma: float) -> None:
-    advantages, returns = gae(batch.rewards, batch.values, batch.mask, gamma, lam=1.0)
-    to_go = make_double([oracle.reward_to_go(rewards, mask, gamma) for rewards, _, mask in list_rows(batch)])
-    torch.testing.assert_close(returns, to_go)
-    torch.testing.assert_close(advantages, torch.where(batch.mask, to_go - batch.values, 0))
-    all_trained = torch.ones_like(batch.mask)
-    advantages = gae(batch.rewards, batch.values, all_trained, gamma, lam=0.0).advantages
-    next_values = torch.cat([batch.values[:, 1:], torch.zeros(len(batch.values), 1)], dim=1)
-    torch.testing.assert_close(advantages, batch.rewards + gamma * next_values - batch.values)
-
-
-@examples
-@given(sequences(), st.floats(-5, 5))
-def test_an_undiscounted_final_reward_gives_reward_minus_value(batch: Sequences, reward: float) -> None:
-    rewards = torch.zeros_like(batch.rewards)
-    rewards[:, -1] = reward
-    advantages, returns = gae(rewards, batch.values, batch.mask, gamma=1.0, lam=1.0)
-    torch.testing.assert_close(advantages, torch.where(batch.mask, reward - batch.values, 0))
-    torch.testing.assert_close(returns, torch.where(batch.mask, torch.full_like(rewards, reward), 0))
-
-
-@examples
-@given(sequences(), discounts, discounts, st.integers(0, 9), st.integers(1, 5))
-def test_inserting_untrained_tokens_changes_nothing(
-    batch: Sequences, gamma: float, lam: float, drawn_position: int, count: int
-) -> None:
-    position = min(drawn_position, batch.mask.shape[1])
-    wide_mask = insert_untrained(batch.mask, position, count, fill_value=0)
-    all_original = torch.ones(batch.mask.shape[1], dtype=torch.bool)
-    is_original = insert_untrained(all_original[None], position, count, fill_value=0)[0]
-    rewards, values = (
-        insert_untrained(tensor, position, count, filler)
-        for tensor, filler in ((batch.rewards, 0.0), (batch.values, 7.0))
-    )
-    original_result = gae(batch.rewards, batch.values, batch.mask, gamma, lam)
-    widened_result = gae(rewards, values, wide_mask, gamma, lam)
-    assert torch.equal(widened_result.advantages[:, is_original], original_result.advantages)
-    assert torch.equal(widened_result.returns[:, is_original], original_result.returns)
-
-
 def test_long_sequences_equal_the_double_sum_and_keep_float32_accuracy() -> None:
     """Compaction keeps the order of time; the order of an unstable sort differs only beyond sixteen positions."""
     generator = torch.Generator().manual_seed(0)
@@ -155,21 +107,6 @@ def test_bi_level_gae_by_hand() -> None:
     mask, turn_ids = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[0, 0, 1, 1]])
     returns = bi_level_gae(rewards, values, mask, turn_ids, gamma=1.0, lam=1.0, high_level_gamma=0.5).returns
     assert returns.tolist() == [[2, 2, 4, 4]]
-
-
-@examples
-@given(sequences(), discounts, discounts)
-def test_one_turn_is_gae_over_tokens_and_one_token_a_turn_gae_over_turns(
-    batch: Sequences, gamma: float, lam: float
-) -> None:
-    final_rewards = torch.zeros_like(batch.rewards)
-    final_rewards[:, -1] = batch.rewards.sum(dim=1)
-    one_turn = torch.zeros_like(batch.turn_ids)
-    bi_level_result = bi_level_gae(batch.rewards, batch.values, batch.mask, one_turn, gamma, lam, 0.5)
-    torch.testing.assert_close(bi_level_result, gae(final_rewards, batch.values, batch.mask, gamma, lam))
-    turn_ids = torch.arange(batch.mask.shape[1]).expand_as(batch.mask)
-    bi_level_result = bi_level_gae(batch.rewards, batch.values, batch.mask, turn_ids, 0.5, lam, gamma)
-    torch.testing.assert_close(bi_level_result, gae(batch.rewards, batch.values, batch.mask, gamma, lam))
 
 
 @given(st.integers(1, 50), st.data())

@@ -35,11 +35,6 @@ def make_vectors(*shape: int, seed: int = 0, drift: float = 1.0) -> Tensor:
     return drift + torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def compute_mean_gradients(x: Tensor, counts: Tensor) -> Tensor:
-    """Mean gradients (C, D) of fold gradients (K, C, D)."""
-    return torch.einsum("k,kcn->cn", counts.double() / counts.double().sum(), x)
-
-
 def is_close(value: float, expected: float, scale: float) -> bool:
     return value == pytest.approx(expected, rel=1e-9, abs=1e-10 * scale)
 
@@ -86,41 +81,6 @@ def test_the_interval_equals_a_loop_that_deletes_one_fold(count: int, equal: boo
     interval = oracle.compute_interval(x.tolist(), counts, 0.95)
     assert (statistics.low, statistics.high) == pytest.approx(interval, rel=1e-9)
     assert estimate_signal(-1e-5 * x, None if equal else counts)[3:] == pytest.approx(statistics[3:])
-
-
-@examples
-@given(oracle.folds(smallest=3), st.sampled_from([-2.0, 0.125, 1e-6, 1e6]))
-def test_a_factor_scales_signal_and_noise_by_its_square_and_leaves_the_ratio(
-    folds: tuple[Tensor, list[float]], factor: float
-) -> None:
-    (x, counts), scale = folds, folds[0].square().sum().item()
-    plain, scaled = estimate_signal(x[:, 0], counts), estimate_signal(factor * x[:, 0], counts)
-    assert is_close(scaled.norm, abs(factor) * plain.norm, 1e4 * abs(factor) * math.sqrt(scale))
-    assert is_close(scaled.signal / factor**2, plain.signal, scale)
-    assert is_close(scaled.noise / factor**2, plain.noise, scale)
-    assume(plain.noise > 1e-3 * scale)
-    assert scaled.snr == pytest.approx(plain.snr, rel=1e-6, abs=1e-6)
-
-
-@examples
-@given(oracle.folds(smallest=3, components=2), st.integers(0, 99))
-def test_the_order_of_the_folds_does_not_matter(folds: tuple[Tensor, list[float]], seed: int) -> None:
-    x, counts, scale = folds[0], torch.tensor(folds[1]), folds[0].square().sum().item()
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-    gram, shuffled_gram = compute_fold_gram([x]), compute_fold_gram([x[order]])
-    signal = estimate_gradient_signal(gram[:, 0, :, 0], counts)
-    shuffled_signal = estimate_gradient_signal(shuffled_gram[:, 0, :, 0], counts[order])
-    assert is_close(shuffled_signal.signal, signal.signal, scale)
-    assert is_close(shuffled_signal.noise, signal.noise, scale)
-    if signal.noise > 1e-3 * scale:
-        assert shuffled_signal.snr == pytest.approx(signal.snr, rel=1e-6, abs=1e-6)
-    means = compute_mean_gradients(x, counts)
-    assume(means.square().sum(dim=1).min() > 1e-3 * scale)
-    shuffled_cosines = compute_component_cosines(shuffled_gram, counts[order])
-    torch.testing.assert_close(compute_component_cosines(gram, counts), shuffled_cosines)
-    assume(means.sum(dim=0).square().sum() > 1e-3 * scale)
-    shuffled_fractions = compute_update_fractions(shuffled_gram, counts[order])
-    torch.testing.assert_close(compute_update_fractions(gram, counts), shuffled_fractions)
 
 
 @examples
@@ -199,28 +159,6 @@ def test_counts_keep_folds_of_unequal_size_unbiased(sizes: tuple[int, ...]) -> N
     _, signal, noise = compute_expectations("whole", sizes)
     assert signal == pytest.approx(square, rel=1e-9)
     assert noise == pytest.approx(variance / sum(sizes), rel=1e-9)
-
-
-def test_component_gradients_of_the_folds_add_up_to_the_gradient_of_the_whole_loss() -> None:
-    theta = oracle.THETA.clone().requires_grad_()
-    contexts, arms = torch.tensor([0, 1, 1, 0, 1, 0, 0]), torch.tensor([2, 0, 1, 1, 2, 0, 2])
-    tokens_of_prompt = torch.tensor([0, 0, 1, 2, 2, 2, 3])
-    fold_of = split_folds(torch.arange(4), 3, torch.Generator().manual_seed(0))[tokens_of_prompt]
-    losses = oracle.compute_bandit_losses(theta, contexts, arms)
-    weights = compute_loss_weights(torch.ones(1, 7, dtype=torch.bool), "token-mean")[0].double()
-    (total_gradient,) = torch.autograd.grad((weights @ losses).sum(), theta, retain_graph=True)
-    counts = torch.bincount(fold_of)
-    fold_gradients = [
-        [torch.autograd.grad(losses[fold_of == k, c].mean(), theta, retain_graph=True)[0] for c in range(3)]
-        for k in range(3)
-    ]
-    x = torch.stack([torch.stack(components) for components in fold_gradients])
-    gram = compute_fold_gram([x])
-    means = compute_mean_gradients(x, counts)
-    torch.testing.assert_close(means.sum(dim=0), total_gradient)
-    assert estimate_gradient_signal(gram.sum(dim=(1, 3)), counts).norm == pytest.approx(total_gradient.norm().item())
-    shares = means @ total_gradient / total_gradient.square().sum()
-    torch.testing.assert_close(compute_update_fractions(gram, counts), shares)
 
 
 def test_counts_see_that_long_and_short_folds_agree() -> None:

@@ -36,10 +36,6 @@ def test_grpo_equals_the_loop(group_scores: GroupScores) -> None:
     for norm_by_std in (False, True):
         advantages = grpo(scores, group_ids, mask, norm_by_std=norm_by_std)
         assert_broadcast(advantages, oracle.grpo(*group_scores, norm_by_std=norm_by_std), mask)
-    # A permutation of the sequences permutes the advantages.
-    order = torch.arange(len(scores)).flip(0)
-    permuted_advantages = grpo(scores[order], group_ids[order], mask[order], norm_by_std=True)
-    torch.testing.assert_close(permuted_advantages, advantages[order])
 
 
 @examples
@@ -60,15 +56,6 @@ def test_grpo_with_the_std_of_the_batch_equals_the_loop(group_scores: GroupScore
     one_group = torch.zeros_like(group_ids)
     plain, batch = (grpo(scores, one_group, mask, norm_by_std=True, has_batch_std=x) for x in (False, True))
     assert torch.equal(plain, batch)
-
-
-def test_with_the_std_of_the_batch_a_group_of_small_spread_has_small_advantages() -> None:
-    scores, group_ids = torch.tensor([0.0, 1.0, 0.0, 10.0]), torch.tensor([0, 0, 1, 1])
-    mask = torch.ones(4, 1, dtype=torch.bool)
-    advantages = grpo(scores, group_ids, mask, norm_by_std=True, has_batch_std=True)[:, 0]
-    assert advantages[1] > 0
-    assert float(advantages[3] / advantages[1]) == pytest.approx(10)
-    assert float(advantages[1]) == pytest.approx(0.5 / (float(scores.std()) + 1e-6))
 
 
 @examples
@@ -126,15 +113,6 @@ def test_a_skill_equals_the_loop(group_scores: GroupScores) -> None:
     assert skills.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
-def test_skills_have_mean_zero_and_population_std_one_and_a_tiny_spread_is_centerd_only() -> None:
-    scores = torch.tensor([1.0, 2.0, 6.0, 5.0, 5.0, 1e-6, 0.0], dtype=torch.float64)
-    mask = torch.ones(7, 1, dtype=torch.bool)
-    skills = group_skill(scores, torch.tensor([0, 0, 0, 1, 1, 2, 2]), mask)[:, 0]
-    assert float(skills[:3].std(correction=0)) == pytest.approx(1)
-    assert float(skills[:3].sum()) == pytest.approx(0, abs=1e-12)
-    assert skills[3:].tolist() == pytest.approx([0, 0, 5e-7, -5e-7])
-
-
 @examples
 @given(grouped_scores())
 def test_rloo_equals_the_mean_of_the_others(group_scores: GroupScores) -> None:
@@ -172,15 +150,6 @@ def test_reinforce_plus_plus_sees_rewards_of_later_turns() -> None:
 
 
 MASK = torch.ones(4, 2, dtype=torch.bool)
-SCORES = torch.tensor([1.0, 3.0, 10.0, 20.0])
-
-
-@pytest.mark.parametrize(
-    "estimate", [lambda *a: grpo(*a, True), lambda *a: grpo(*a, False), rloo, reinforce_plus_plus_baseline]
-)
-def test_a_group_of_one_has_advantage_zero(estimate: object) -> None:
-    advantages = estimate(SCORES, torch.tensor([0, 1, 2, 3]), MASK)  # type: ignore[operator]
-    assert not advantages.any()
 
 
 @pytest.mark.parametrize("score", [10.9, -0.1, 0.3])

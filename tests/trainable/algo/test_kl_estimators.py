@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.oracles import algo as oracle
-from trainable.algo.losses import estimate_kl, full_kl
+from trainable.algo.losses import estimate_kl
 from trainable.algo.names import KL_KINDS
 
 LOGITS = torch.tensor([0.3, -1.2, 0.8, 0.1, -0.4], dtype=torch.float64)
@@ -79,13 +79,6 @@ def test_only_k3_has_a_limit_and_its_gradient_ends_there() -> None:
     assert torch.equal(estimate_kl(d, torch.zeros(3), "k1", limit=0.1), d)
 
 
-def test_the_gradient_of_k2_is_exact_and_that_of_k1_does_not_depend_on_the_reference() -> None:
-    logits = LOGITS.clone().requires_grad_()
-    (exact,) = torch.autograd.grad(full_kl(logits[None], REF_LOGITS[None]).sum(), logits)
-    torch.testing.assert_close(compute_expectation("k2")[1], exact)
-    torch.testing.assert_close(compute_expectation("k1", REF_LOGITS)[1], compute_expectation("k1", 3 * REF_LOGITS)[1])
-
-
 @pytest.mark.parametrize(("estimator", "slope"), [("k1", 1.0), ("abs", 0.0), ("k2", 0.0), ("k3", 0.0), ("k1+", 0.0)])
 def test_at_the_reference_only_k1_pushes(estimator: str, slope: float) -> None:
     logprobs = torch.tensor([-0.7, -2.0], requires_grad=True)
@@ -112,10 +105,3 @@ def test_gradients_stay_finite_far_from_the_reference(estimator: str) -> None:
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     assert torch.isfinite(loss).all()
     assert torch.isfinite(gradient).all()
-
-
-@pytest.mark.parametrize("estimator", KL_KINDS)
-def test_gradcheck_away_from_kinks(estimator: str) -> None:
-    logprobs = torch.tensor([-1.0, -0.2, -3.0], dtype=torch.float64, requires_grad=True)
-    ref_logprobs = torch.tensor([-1.4, -2.0, -1.0], dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda x: estimate_kl(x, ref_logprobs, estimator), (logprobs,))

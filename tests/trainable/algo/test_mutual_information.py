@@ -102,27 +102,6 @@ def test_two_thoughts_of_one_token_by_hand() -> None:
     assert metrics["mi_seq_estimate"] == pytest.approx(2 * metrics["mi_estimate_paper"])
 
 
-@examples
-@given(scored_thoughts())
-def test_identities_and_bounds_of_information(thoughts: ScoredThoughts) -> None:
-    metrics = measure_information(thoughts)
-    for information, suffix in (("mi_estimate", "est"), ("mi_seq_estimate", "seq_est")):
-        expected_entropy = metrics[f"conditional_entropy_{suffix}"] + metrics[information]
-        assert metrics[f"reasoning_entropy_{suffix}"] == pytest.approx(expected_entropy, abs=1e-9)
-    expected_entropy = metrics["conditional_entropy_est"] + metrics["mi_estimate_paper"]
-    assert metrics["reasoning_entropy_est_paper"] == pytest.approx(expected_entropy, abs=1e-9)
-    bound = math.log(thoughts.sums.shape[1]) + 1e-9
-    assert max(metrics["mi_estimate"], metrics["mi_seq_estimate"]) <= bound
-    assert metrics["mi_estimate_paper"] <= metrics["mi_upper_bound_paper"] + 1e-9 <= bound
-    assert metrics["mi_estimate_paper"] <= metrics["mi_estimate"] + 1e-9
-    assert metrics["mi_upper_bound_paper"] <= bound / int(thoughts.lengths.min())
-    # To show every prompt twice changes no information.
-    repeated_sums = thoughts.sums.repeat(1, 2)
-    repeated_metrics = compute_information_metrics(repeated_sums, thoughts.lengths, thoughts.own_columns)
-    for name in metrics.keys() - {"mi_upper_bound", "mi_upper_bound_paper"}:
-        assert repeated_metrics[name] == pytest.approx(metrics[name], abs=1e-9)
-
-
 def test_information_has_the_sign_of_the_own_prompts_advantage_and_reaches_its_bound() -> None:
     separable, misleading = make_separable_thoughts(4), make_separable_thoughts(4, own_logprob=-9.0, other_logprob=-1.0)
     for name in ("mi_estimate", "mi_seq_estimate", "mi_estimate_paper", "mi_zscore", "mi_zscore_seq"):
@@ -133,28 +112,6 @@ def test_information_has_the_sign_of_the_own_prompts_advantage_and_reaches_its_b
     metrics = measure_information(make_separable_thoughts(5, other_logprob=-500.0))
     assert metrics["mi_estimate"] == pytest.approx(math.log(5))
     assert metrics["mi_estimate_paper"] == pytest.approx(metrics["mi_upper_bound_paper"])
-
-
-@examples
-@given(scored_thoughts(), st.randoms(use_true_random=False))
-def test_the_order_of_thoughts_and_of_prompts_does_not_matter(thoughts: ScoredThoughts, random: object) -> None:
-    rows, columns = list(range(len(thoughts.own_columns))), list(range(len(thoughts.classes)))
-    random.shuffle(rows)  # type: ignore[attr-defined]
-    random.shuffle(columns)  # type: ignore[attr-defined]
-    new_columns = torch.tensor(columns).argsort()
-    shuffled_thoughts = ScoredThoughts(
-        thoughts.sums[rows][:, columns],
-        thoughts.lengths[rows],
-        new_columns[thoughts.own_columns[rows]],
-        thoughts.classes[columns],
-    )
-    original_metrics, shuffled_metrics = (measure_information(scored) for scored in (thoughts, shuffled_thoughts))
-    # With abs alone, pytest would not apply rel.
-    assert shuffled_metrics == pytest.approx(original_metrics, rel=1e-9, abs=1e-9)
-    # Ties rank by column, so that the accuracy is compared only without ties.
-    if all(len(set(row)) == len(set(thoughts.classes.tolist())) for row in thoughts.sums.tolist()):
-        accuracies = [measure_retrieval(scored)["retrieval_accuracy"] for scored in (thoughts, shuffled_thoughts)]
-        assert accuracies[0] == pytest.approx(accuracies[1])
 
 
 # ---------------------------------------------------------------------------- moving averages

@@ -38,16 +38,6 @@ def test_whitening_equals_the_literal_formula(batch: Sequences) -> None:
     torch.testing.assert_close(whitened.flatten(), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("offset", [0.0, 11.0, 1000.0])
-def test_whitened_tokens_have_mean_zero_and_std_one(offset: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = offset + torch.randn(64, 100, generator=generator)
-    mask = torch.rand(64, 100, generator=generator) < 0.4
-    whitened = masked_whiten(x, mask)[mask].double()
-    assert whitened.mean().abs() < 1e-6
-    assert whitened.std().item() == pytest.approx(1, abs=1e-6)
-
-
 def test_whitening_of_few_and_of_equal_tokens() -> None:
     whitened = masked_whiten(torch.tensor([1.0, 9.0, 3.0]), torch.tensor([True, False, True]))
     torch.testing.assert_close(whitened, torch.tensor([-(2**-0.5), 0.0, 2**-0.5]))

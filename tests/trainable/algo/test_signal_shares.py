@@ -54,20 +54,6 @@ def test_shares_of_the_expected_step_equal_a_loop_that_deletes_one_fold(count: i
     assert fractions.fraction[2] < 0 < fractions.fraction[0]
 
 
-def test_the_share_of_noise_is_in_the_step_and_not_in_the_expected_one() -> None:
-    generator = torch.Generator().manual_seed(0)
-    task = 20 * torch.randn(400, 8, 1, 30, generator=generator, dtype=torch.float64)  # noise without signal
-    entropy = torch.ones(400, 8, 1, 30, dtype=torch.float64)
-    grams = [
-        compute_fold_gram([torch.cat([task_folds, entropy_folds], dim=1)])
-        for task_folds, entropy_folds in zip(task, entropy, strict=True)
-    ]
-    assert sum(compute_update_fractions(gram)[0].item() for gram in grams) / 400 > 0.95
-    products = torch.stack([estimate_signal_fractions(gram).products for gram in grams]).mean(dim=0)
-    assert products[1].item() == pytest.approx(30, abs=6)  # its standard error is 2
-    assert abs(products[0].item()) < 75  # the noise in |G|² is 400 * 30 / 8 = 1500
-
-
 @pytest.mark.parametrize("drift", [0.5, 1.0])
 def test_the_interval_covers_the_share_in_the_expected_step(drift: float) -> None:
     runs, width = 200, 40

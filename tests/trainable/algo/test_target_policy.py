@@ -86,26 +86,6 @@ def test_the_pull_is_minus_the_gradient_and_moves_mass_within_a_group(batch: Rol
     assert float(result.sequence_weights.abs().max()) < 1e-9
 
 
-@examples
-@given(rollouts(), ETAS, st.floats(-50, 50))
-def test_only_differences_within_a_group_count(batch: Rollouts, eta: float, shift: float) -> None:
-    logprobs, old_logprobs, skills, group_ids = batch.to_tensors()
-    is_first_group = group_ids == group_ids[0]
-    first_shift = shift * is_first_group
-    shifted = target_policy_loss(logprobs + first_shift, old_logprobs - first_shift, skills, group_ids, eta)
-    expected = target_policy_loss(logprobs, old_logprobs, skills, group_ids, eta).sequence_weights
-    torch.testing.assert_close(shifted.sequence_weights, expected, rtol=1e-6, atol=1e-9)
-
-
-def test_gradcheck() -> None:
-    old_logprobs, skills = torch.tensor([[-1.0, -2.0, -0.5, -3.0, -1.5], [1.0, -1.0, 0.5, -1.5, 1.0]]).double()
-    group_ids = torch.tensor([0, 0, 4, 4, 4])
-    logprobs = torch.tensor([-1.2, -1.9, -0.4, -2.0, -2.5], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda x: target_policy_loss(x, old_logprobs, skills, group_ids, 0.7).loss, logprobs
-    )
-
-
 def test_targets_by_hand() -> None:
     # Without a difference in skill, the target is the old policy.
     old_logprobs, logprobs = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.0])

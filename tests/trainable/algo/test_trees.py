@@ -101,30 +101,6 @@ def test_weights_equal_the_loop_in_any_order(shape: Shape, weighting: TreeWeight
             assert token_weight.item() == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("weighting", WEIGHTINGS)
-def test_the_gradient_of_a_tree_is_the_weighted_sum_of_those_of_its_segments(weighting: TreeWeighting) -> None:
-    shape = [[2, 1, 3], [1]]
-    batch = make_batch(shape)
-    mask, turns, tree_ids, _ = batch
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(*mask.shape, 5, dtype=torch.float64, generator=generator)
-    advantages = torch.where(tree_ids == 0, 1.5, -0.5)  # of its tree, for every segment
-    parameter = torch.randn(5, dtype=torch.float64, generator=generator, requires_grad=True)
-
-    def compute_losses() -> torch.Tensor:
-        return -advantages[:, None] * torch.tanh(features @ parameter)
-
-    (compute_tree_weights(*batch, weighting) * compute_losses()).sum().backward()
-    assert parameter.grad is not None
-    gradient = parameter.grad.clone()
-    expected = torch.zeros_like(gradient)
-    segments = zip(list_segments(shape), compute_segment_weights(shape, weighting), strict=True)
-    for (_, rollout, _, turn), weight in segments:
-        loss = compute_losses()[rollout][mask[rollout] & (turns[rollout] == turn)].mean() / len(shape)
-        expected += weight * torch.autograd.grad(loss, parameter)[0]
-    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14)
-
-
 def test_a_rollout_without_a_trained_token_has_no_weight() -> None:
     mask, *others = make_batch([[2, 1]])
     weights = compute_tree_weights(mask & torch.tensor([[False], [True]]), *others)

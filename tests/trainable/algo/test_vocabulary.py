@@ -88,18 +88,6 @@ def test_where_all_rows_fit_the_numbers_are_bit_for_bit_those_of_whole_logits(el
     assert all(map(torch.equal, case.compute_gradients(statistics), case.compute_gradients(expected)))
 
 
-@pytest.mark.parametrize("elements", [3 * VOCABULARY, None])
-def test_gradcheck_of_every_number(elements: int | None) -> None:
-    case = Case(2, rows=5)
-
-    def compute_tensors(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        statistics = compute_token_statistics(hidden, weight, case.tokens, TEMPERATURE, True, case.reference, elements)
-        assert statistics.full_kl is not None
-        return statistics.logprobs, statistics.entropies, statistics.full_kl
-
-    assert torch.autograd.gradcheck(compute_tensors, (case.hidden, case.weight))
-
-
 @pytest.mark.parametrize("elements", [2 * VOCABULARY, None])
 def test_one_graph_gives_the_gradient_of_each_term_and_the_entropy_may_have_none(elements: int | None) -> None:
     """The gradient probe differentiates term by term and keeps the graph."""

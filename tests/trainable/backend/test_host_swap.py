@@ -7,9 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.fakes.scripted import clone_tensors, make_small_config
+from tests.fakes.scripted import make_small_config
 from tests.fakes.trainers import has_same_weights, run_steps
-from tests.strategies.examples import thin_out
 from trainable.backend.host_swap import HostSwap
 from trainable.diagnostics.gradient_analysis import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
@@ -108,19 +107,6 @@ def test_swapping_changes_no_number(name: str, host_reads: HostReads) -> None:
     assert rows == plain_rows
     assert host_reads.buffers
     assert has_same_weights(trainer, plain_trainer)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("swaps_before", thin_out([True, False], 2))
-def test_a_run_continues_with_the_other_setting(swaps_before: bool) -> None:
-    settings = VARIANTS["critic and reference"]
-    rows = run_steps(make_trainer(False, **settings), 3)
-    first_trainer = make_trainer(swaps_before, **settings)
-    first_rows = run_steps(first_trainer, 1)
-    second_trainer = make_trainer(not swaps_before, **settings)
-    tensors, values = first_trainer.get_state()
-    second_trainer.load_state(clone_tensors(tensors), values)
-    assert first_rows + run_steps(second_trainer, 2) == rows
 
 
 def test_values_survive_an_error_in_an_update() -> None:

@@ -251,15 +251,7 @@ COUNTS: Mapping[str, int] = {
     "needs a GPU": 1,
     "rounds differently, as other GPUs do": 1,
 }
-SAMPLE = (
-    *("seed", "actor.lr", "actor.tpo_eta", "actor.kl_loss_type", "algorithm.lam", "critic.cliprange_value"),
-    *(
-        "algorithm.norm_adv_by_std_in_grpo",
-        "filter.rollout_filter_metric",
-        "trainer.critic_warmup",
-        "trainer.save_freq",
-    ),
-)
+SAMPLE = ("actor.lr", "actor.tpo_eta", "algorithm.lam", "filter.rollout_filter_metric", "trainer.save_freq")
 
 
 def make_base(name: str) -> RunConfig:

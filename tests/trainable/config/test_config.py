@@ -1,11 +1,8 @@
 """Keys and values of settings: what is taken, what is refused with which words, and what the hash has."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from operator import attrgetter
-from pathlib import Path
 
 import pytest
 
@@ -134,24 +131,21 @@ def test_a_key_that_names_no_setting_is_refused_with_what_to_type(key: str, mess
 
 
 FOUR_BITS = {"model.lora_rank": 4, "model.load_in_4bit": True}
+MOVING = {"actor.use_kl_loss": True, "trainer.ref_model_sync_steps": 5}
+TPO = {"actor.policy_loss": "tpo", "algorithm.adv_estimator": "group_skill"}
 LORA_TARGETS = "must be all-linear, or a list of some of q_proj, k_proj"
 REFUSED: list[tuple[dict[str, object], str]] = [
     ({"kl_loss_coef": -0.1}, r"actor\.kl_loss_coef=-0\.1: must be greater than or equal to 0"),
     ({"kl_loss_coef": "nan"}, "=nan: must be a finite number"),
-    ({"actor.lr": 0}, r"actor\.lr=0: must be greater than 0"),
     ({"gamma": 1.5}, r"gamma=1\.5: must be less than or equal to 1"),
-    ({"clip_ratio_low": 2}, "clip_ratio_low=2: must be less than or equal to 1"),
     ({"actor.betas": (0.9, 1)}, r"actor\.betas\.1=1: must be less than 1"),
     ({"group_size": "many"}, "group_size=many: must be a valid integer"),
     ({"rollout_filter_value": 1.5}, r"filter\.rollout_filter_value=1\.5: must be in \(0, 1\] for top_p \(try --set"),
     ({"rollout_filter_strategy": "best"}, "=best: must be 'top_p', 'top_k'"),
     ({"rollout_filter_include_zero": "perhaps"}, "=perhaps: must be True or False"),
     ({"actor.ppo_micro_batch_size_per_gpu": 5}, r"actor\.ppo_micro_batch_size_per_gpu=5: does not divide"),
-    ({"trainer.zero_stage": 4}, "zero_stage=4: must be less than or equal to 3"),
     ({"trainer.offload_parameters": True}, r"trainer\.offload_parameters=True: needs zero_stage=3"),
-    ({"trainer.total_training_steps": 10**9}, "must be less than or equal to 100000"),
     ({"test_env_groups": 513}, "test_env_groups=513: must be less than or equal to 512"),
-    ({"env.seed_val": 10**12}, "must be less than or equal to 200000000"),
     ({"env.frozenlake.success_rate": 1.5}, r"env\.frozenlake\.success_rate=1\.5: must be"),
     ({"env.name": "chess"}, r"env\.name=chess: must be 'sokoban', 'frozenlake'"),
     ({"model.path": "sokoban-tiny"}, "compact prompt only"),
@@ -164,12 +158,52 @@ REFUSED: list[tuple[dict[str, object], str]] = [
         for overrides in ({"trainer.strategy": "deepspeed"}, {"trainer.n_gpus_per_node": 2})
     ),
     ({"actor.tis_imp_ratio_cap": 2.0, "actor.tis_imp_ratio_floor": 0.5}, "needs tis_mode=token_mask or sequence_mask"),
-    ({"model.lora_rank": -1}, "lora_rank=-1: must be greater than or equal to 0"),
-    ({"model.lora_alpha": 0}, "lora_alpha=0: must be greater than 0"),
     *(({"model.lora_target_modules": value}, LORA_TARGETS) for value in ("[q_proj,embed_tokens]", "[]", 3, None)),
     ({"model.load_in_4bit": True}, "a run without adapters has none: set model.lora_rank=64"),
     ({**FOUR_BITS, "trainer.strategy": "deepspeed"}, "updates in torch alone"),
     ({**FOUR_BITS, "trainer.n_gpus_per_node": 2, "trainer.device": "auto"}, "updates in torch alone"),
+    (
+        {**MOVING, "model.reference_path": "sokoban-tiny-teacher", "model.path": "sokoban-tiny"}
+        | {"model.prompt_style": "compact"},
+        "set one of them to null",
+    ),
+    ({**MOVING, "model.lora_rank": 4, "trainer.ref_model_mixup_alpha": 0.5}, "mixed adapters do not add"),
+    (
+        {**MOVING, "trainer.ref_model_reset_optimizer": True, "trainer.ref_model_mixup_alpha": 0.5},
+        "resets the optimizer when the reference becomes a copy",
+    ),
+    ({**TPO, "actor.stapo_tau_p": 0.002}, r"of which no token can be left out.*set actor\.stapo_tau_p=null"),
+    (
+        {"rollout.recompute_logprobs": False, "actor.stapo_tau_p": 0.002},
+        r"leaves the run without entropies.*set actor\.stapo_tau_p=null",
+    ),
+    ({"algorithm.adv_estimator": "tree"}, r"set rollout\.ts_n=1 or more, or algorithm\.adv_estimator=grpo"),
+    (
+        {"env.group_size": 16, "rollout.ts_n": 2},
+        r"env\.group_size=16: must be a multiple of 3.* set env\.group_size=18",
+    ),
+    ({"env.group_size": 6, "rollout.ts_n": 2, "rollout.ts_l": 2}, r"multiple of 5.* set env\.group_size=10"),
+    (
+        {
+            "env.group_size": 6,
+            "rollout.ts_n": 2,
+            "trainer.gradient_analysis_mode": True,
+            "trainer.gradient_analysis_group_size": 16,
+        },
+        r"set trainer\.gradient_analysis_group_size=18",
+    ),
+    (
+        {
+            "env.name": "papers",
+            "rollout.ts_n": 1,
+            "algorithm.adv_estimator": "grpo",
+            "collapse_detection.first_turn_enabled": False,
+            "collapse_detection.multi_turn_enabled": False,
+        },
+        r"env\.name=papers is none: set rollout\.ts_n=0",
+    ),
+    ({"actor_rollout_ref.rollout.ts_m": 2}, r"rollout\.ts_l \* rollout\.ts_n\) prefix trees"),
+    ({"tree_search": True}, "prefix trees"),
 ]
 
 
@@ -240,6 +274,8 @@ HASHED: list[tuple[dict[str, object], dict[str, object], bool]] = [
     ({"trainer.measure_val_kl": False}, {"model.reference_path": "sokoban-tiny-teacher"}, False),
     ({"model.dtype": "float32"}, {"model.head_dtype": "float32"}, False),
     (TOP_K, {"filter.rollout_filter_selection_eps": 0.5}, False),
+    ({}, {"trainer.ref_model_sync_steps": 5}, False),
+    ({"use_kl_loss": True, "kl_loss_coef": 1.0}, {"trainer.ref_model_sync_steps": 5}, True),
     ({"model.lora_rank": 8}, {"model.lora_alpha": 32}, True),
     ({"model.lora_rank": 8}, {"model.load_in_4bit": True}, True),
     (LAKE, {"env.colors": 6}, False),
@@ -295,12 +331,3 @@ def test_states_by_seconds_can_be_turned_off(config: BaseRunConfig) -> None:
 def test_layers_are_chosen_by_name(typed: object, expected: object) -> None:
     for key in ("model.lora_target_modules", "actor_rollout_ref.model.target_modules", "lora.target_modules"):
         assert apply_overrides(RunConfig(), {key: typed}).model.lora_target_modules == expected
-
-
-@pytest.mark.slow
-def test_a_run_without_adapters_does_not_import_peft() -> None:
-    step = "from tests.fakes.trainers import make_quiet_trainer; make_quiet_trainer().step()"
-    code = f"import sys; {step}; print('peft' in sys.modules)"
-    root = Path(__file__).parents[3]
-    process = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert process.stdout.strip() == "False"

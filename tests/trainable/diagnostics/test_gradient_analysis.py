@@ -15,10 +15,12 @@ from tests.trainable.diagnostics.test_gradient_probe import (
 from trainable.diagnostics.gradient_analysis import analyze_gradients
 from trainable.runs.records import GRADIENT_COLUMNS
 
+SMALL = {**ANALYSIS, "trainer__gradient_analysis_env_groups": 2, "trainer__gradient_analysis_group_size": 2}
+
 
 @pytest.mark.long
 def test_rows_say_what_was_measured_and_how() -> None:
-    trainer = make_trained_trainer(actor__kl_loss_type="mse", trainer__gradient_analysis_sketch=1024)
+    trainer = make_quiet_trainer(**SMALL, actor__kl_loss_type="mse", trainer__gradient_analysis_sketch=1024)
     rows = {row["component"]: row for row in analyze_gradients(trainer, [])[0]["rows"]}
     assert {name: (row["form"], row["coefficient"]) for name, row in rows.items()} == {
         "task": ("gae", 1.0),
@@ -44,7 +46,7 @@ def test_an_analysis_leaves_weights_optimizers_gradients_and_streams_alone() -> 
 
 @pytest.mark.long
 def test_training_is_the_same_with_and_without_analyses() -> None:
-    analyzing_trainer, plain_trainer = make_quiet_trainer(**ANALYSIS), make_untrained_trainer()
+    analyzing_trainer, plain_trainer = make_quiet_trainer(**SMALL), make_untrained_trainer()
     for step in (1, 2, 3):
         analyzed_step, plain_step = analyzing_trainer.step(), plain_trainer.step()
         assert drop_times(analyzed_step.row) == drop_times(plain_step.row)
@@ -103,7 +105,7 @@ def test_an_analysis_is_due_at_the_first_step_and_every_so_many(every: int, expe
 @pytest.mark.long
 def test_a_run_that_only_analyzes_trains_nothing_and_ends_after_the_first_step() -> None:
     only = {"trainer__gradient_analysis_only": True, "trainer__exit_after_gradient_analysis": True}
-    trainer = make_quiet_trainer(**ANALYSIS, **only)
+    trainer = make_quiet_trainer(**SMALL, **only)
     assert trainer.config.trainer.total_training_steps == 1
     old_weights = copy_weights(trainer)
     result = trainer.step()

@@ -43,6 +43,18 @@ def make_trained_trainer(**overrides: object) -> PPOTrainer:
     return trainer
 
 
+@pytest.fixture(scope="module")
+def trainer() -> PPOTrainer:
+    """A trained trainer, which no test changes."""
+    return make_trained_trainer()
+
+
+@pytest.fixture(scope="module")
+def probed(trainer: PPOTrainer) -> tuple[PreparedBatch, ProbeResult]:
+    """A batch of the trainer and the gradients of its three buckets."""
+    return probe(trainer)
+
+
 def prepare_batch(trainer: PPOTrainer) -> tuple[PreparedBatch, dict[int, float]]:
     levels = trainer.val_levels * GROUPS
     episodes = trainer.roll_out(levels[:GROUPS], SIZE, "gradient_sampling")
@@ -134,9 +146,10 @@ def list_episodes_by_bucket(prepared: PreparedBatch, findings: ProbeResult) -> d
 
 
 @pytest.mark.long
-def test_shares_and_cosines_are_those_of_the_plain_gradients() -> None:
-    trainer = make_trained_trainer()
-    prepared, findings = probe(trainer)
+def test_shares_and_cosines_are_those_of_the_plain_gradients(
+    trainer: PPOTrainer, probed: tuple[PreparedBatch, ProbeResult]
+) -> None:
+    prepared, findings = probed
     rows = index_rows(findings)
     all_rows, mode = torch.arange(len(prepared.batch.lengths)), trainer.config.actor.loss_agg_mode
     loss_weights = compute_loss_weights(prepared.batch.mask, mode)
@@ -186,9 +199,10 @@ def test_the_published_norm_is_a_mean_over_mini_batches() -> None:
 
 
 @pytest.mark.long
-def test_signal_and_noise_are_of_the_folds_mean_gradients() -> None:
-    trainer = make_trained_trainer()
-    prepared, findings = probe(trainer)
+def test_signal_and_noise_are_of_the_folds_mean_gradients(
+    trainer: PPOTrainer, probed: tuple[PreparedBatch, ProbeResult]
+) -> None:
+    prepared, findings = probed
     row = index_rows(findings)["all", "task"]
     assert row["fold_count"] == min(FOLDS, GROUPS)
     assert row["mean_norm"] ** 2 == pytest.approx(row["signal"] + row["noise"])
@@ -210,9 +224,11 @@ def test_signal_and_noise_are_of_the_folds_mean_gradients() -> None:
 
 
 @pytest.mark.long
-def test_sketches_approximate_the_numbers_of_full_gradients() -> None:
-    trainer, size = make_trained_trainer(), 2**16
-    exact_rows, sketched_rows = (index_rows(probe(trainer, sketch=entries)[1]) for entries in (None, size))
+def test_sketches_approximate_the_numbers_of_full_gradients(
+    trainer: PPOTrainer, probed: tuple[PreparedBatch, ProbeResult]
+) -> None:
+    size = 2**16
+    exact_rows, sketched_rows = index_rows(probed[1]), index_rows(probe(trainer, sketch=size)[1])
     assert exact_rows.keys() == sketched_rows.keys()
     tolerance = 5 / (2 * size) ** 0.5  # five standard errors of a norm
     for name, row in exact_rows.items():
@@ -232,9 +248,8 @@ UNSKETCHED_COLUMNS = ("loss", "weight", "fold_count", "sample_count", "token_cou
 
 
 @pytest.mark.long
-def test_buckets_have_groups_in_the_order_of_their_reward_std() -> None:
-    trainer = make_trained_trainer()
-    prepared, findings = probe(trainer, buckets=3)
+def test_buckets_have_groups_in_the_order_of_their_reward_std(probed: tuple[PreparedBatch, ProbeResult]) -> None:
+    prepared, findings = probed
     groups = sorted(findings.groups, key=lambda row: row["reward_std"])
     assert [row["bucket"] for row in groups] == ["bucket_1"] * 2 + ["bucket_2"] * 2 + ["bucket_3"] * 3
     rows = index_rows(findings)
@@ -250,8 +265,7 @@ def test_buckets_have_groups_in_the_order_of_their_reward_std() -> None:
 
 
 @pytest.mark.long
-def test_fixed_edges_leave_empty_buckets_out() -> None:
-    trainer = make_trained_trainer()
+def test_fixed_edges_leave_empty_buckets_out(trainer: PPOTrainer) -> None:
     prepared, stds = prepare_batch(trainer)
     fixed_stds = dict(zip(stds, (0.2, 0.4, 2.5, 2.6, 2.7, 9.0, 9.5), strict=True))
     findings = measure(trainer, prepared, fixed_stds, 6, "fixed_rv")
@@ -261,7 +275,7 @@ def test_fixed_edges_leave_empty_buckets_out() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("kl_loss_type", "is_zero"), [("kl", False), ("mse", True), ("low_var_kl", True)])
 def test_the_kl_gradient_where_policy_and_reference_are_equal(kl_loss_type: str, is_zero: bool) -> None:
-    rows = index_rows(probe(make_untrained_trainer(actor__kl_loss_type=kl_loss_type))[1])
+    rows = index_rows(probe(make_untrained_trainer(actor__kl_loss_type=kl_loss_type), buckets=1)[1])
     kl, task = rows["all", "kl"], rows["all", "task"]
     if is_zero:  # the remainder is rounding, which has no ratio and no direction
         assert (kl["mean_norm"], kl["share"], kl["snr"], kl["cosine_task"]) == (0, 0, None, None)
@@ -277,25 +291,25 @@ def test_the_kl_gradient_where_policy_and_reference_are_equal(kl_loss_type: str,
 @pytest.mark.parametrize("coefficient", thin_out([1e-9, 1e3], 2))
 def test_the_coefficient_does_not_decide_what_is_rounding(coefficient: float) -> None:
     untrained_trainer = make_untrained_trainer(actor__kl_loss_type="low_var_kl", actor__kl_loss_coef=coefficient)
-    assert index_rows(probe(untrained_trainer)[1])["all", "kl"]["snr"] is None
-    trained_row = index_rows(probe(make_trained_trainer(actor__kl_loss_coef=coefficient))[1])["all", "kl"]
+    assert index_rows(probe(untrained_trainer, buckets=1)[1])["all", "kl"]["snr"] is None
+    trained_row = index_rows(probe(make_trained_trainer(actor__kl_loss_coef=coefficient), buckets=1)[1])["all", "kl"]
     assert trained_row["snr"] is not None
     assert trained_row["mean_norm"] > 0
 
 
 @pytest.mark.long
-def test_numbers_that_are_not_finite_are_missing_and_the_others_do_not_change() -> None:
-    trainer = make_trained_trainer()
+def test_numbers_that_are_not_finite_are_missing_and_the_others_do_not_change(
+    trainer: PPOTrainer, probed: tuple[PreparedBatch, ProbeResult]
+) -> None:
     prepared, stds = prepare_batch(trainer)
 
-    def probe_rows(advantages: torch.Tensor) -> dict[tuple[str, str], dict[str, Any]]:
-        findings = measure(trainer, replace_advantages(prepared, advantages), stds, 3)
-        return index_rows(findings._replace(rows=[finite_or_missing(row) for row in findings.rows]))
-
-    finite_advantages = prepared.targets.advantages
-    nan_advantages = finite_advantages.clone()
+    nan_advantages = prepared.targets.advantages.clone()
     nan_advantages[0, int(prepared.batch.mask[0].nonzero()[0])] = torch.nan
-    finite_rows, nan_rows = probe_rows(finite_advantages), probe_rows(nan_advantages)
+    nan_findings = measure(trainer, replace_advantages(prepared, nan_advantages), stds, 3)
+    finite_rows, nan_rows = (
+        index_rows(findings._replace(rows=[finite_or_missing(row) for row in findings.rows]))
+        for findings in (probed[1], nan_findings)
+    )
     buckets = dict.fromkeys(name for name, _ in nan_rows)
     affected_buckets = [bucket for bucket in buckets if nan_rows[bucket, "task"]["mean_norm"] is None]
     assert len(affected_buckets) == 2
@@ -315,8 +329,7 @@ def test_numbers_that_are_not_finite_are_missing_and_the_others_do_not_change() 
 
 
 @pytest.mark.long
-def test_a_bucket_has_a_fold_for_each_of_its_groups_up_to_eight() -> None:
-    trainer = make_trained_trainer()
+def test_a_bucket_has_a_fold_for_each_of_its_groups_up_to_eight(trainer: PPOTrainer) -> None:
     prepared, stds = prepare_batch(trainer)
     untrained_group = int(torch.unique(prepared.batch.group_ids)[0])  # a group without a trained token has no fold
     mask = prepared.batch.mask & (prepared.batch.group_ids != untrained_group)[:, None]
@@ -329,23 +342,8 @@ def test_a_bucket_has_a_fold_for_each_of_its_groups_up_to_eight() -> None:
 
 
 @pytest.mark.long
-def test_groups_without_spread_leave_grpo_only_the_regularizers() -> None:
-    trainer = make_trained_trainer(algorithm__adv_estimator="grpo")
-    prepared, stds = prepare_batch(trainer)
-    zero_advantages = torch.zeros_like(prepared.targets.advantages)
-    findings = measure(trainer, replace_advantages(prepared, zero_advantages), stds)
-    rows = index_rows(findings)
-    names = ("signal_share", "signal_share_low", "signal_share_high")
-    assert [rows["all", "task"][name] for name in names] == [0, 0, 0]
-    assert rows["all", "kl"]["signal_share"] + rows["all", "entropy"]["signal_share"] == pytest.approx(1)
-    # A component of zero has a share only in a step that has signal.
-    for row in (row for row in findings.rows if row["component"] == "task"):
-        assert (row["signal_share"] == 0) == (rows[row["bucket"], "total"]["signal_share"] == 1)
-
-
-@pytest.mark.long
-def test_shares_of_the_expected_step_sum_to_one_where_it_has_signal() -> None:
-    rows = index_rows(probe(make_trained_trainer())[1])
+def test_shares_of_the_expected_step_sum_to_one_where_it_has_signal(probed: tuple[PreparedBatch, ProbeResult]) -> None:
+    rows = index_rows(probed[1])
     for bucket in dict.fromkeys(name for name, _ in rows):
         shares = [rows[bucket, name]["signal_share"] for name in ("task", "entropy", "kl")]
         assert np.isnan(shares).all() or sum(shares) == pytest.approx(1)
@@ -359,7 +357,7 @@ def test_shares_of_the_expected_step_sum_to_one_where_it_has_signal() -> None:
 @pytest.mark.long
 def test_a_component_that_is_off_has_no_row() -> None:
     trainer = make_trained_trainer(actor__use_kl_loss=False, actor__entropy_coeff=0.0)
-    _, findings = probe(trainer)
+    _, findings = probe(trainer, buckets=1)
     assert {row["component"] for row in findings.rows} == {"task", "total"}
     row = index_rows(findings)["all", "task"]
     assert (row["cosine_kl"], row["cosine_entropy"], row["cosine_task"]) == (None, None, pytest.approx(1))
@@ -371,7 +369,7 @@ def test_a_component_that_is_off_has_no_row() -> None:
 )
 def test_losses_over_episodes_and_silenced_tokens_have_the_gradients_of_their_update(settings: dict[str, Any]) -> None:
     trainer = make_trained_trainer(**settings)
-    prepared, findings = probe(trainer, buckets=2)
+    prepared, findings = probe(trainer, buckets=1)
     rows, batch, actor = index_rows(findings), prepared.batch, trainer.make_actor_update()
     all_rows, mode = torch.arange(len(batch.lengths)), trainer.config.actor.loss_agg_mode
     for component in ("task", "kl"):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from tests.fakes.scripted import make_hub_twin, make_qwen2_shape, make_random_model, make_small_config
 from tests.fakes.trainers import (
     Row,
+    check_resumption,
     copy_weights,
-    has_same_weights,
     is_finite,
     make_quiet_trainer,
     replay_step,
@@ -48,7 +48,6 @@ from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import TokenFunction, compute_at_trained_tokens
 from trainable.rollout.episode import collate
-from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 23, (3, 11), generator=torch.Generator().manual_seed(5))
@@ -308,13 +307,7 @@ STATES = {"kl": {}, "shared trunk": {"critic__shared_trunk": True}, "full kl": {
 @pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "kl")) for name in STATES])
 def test_resumed_equals_straight_through(name: str, tmp_path: Path) -> None:
-    uninterrupted, resumed = make_tuned_trainer(**STATES[name]), make_tuned_trainer(**STATES[name])
-    run_steps(uninterrupted, 1)
-    write_checkpoint(tmp_path / "state", *uninterrupted.get_state())
-    expected_rows = run_steps(uninterrupted, 2)
-    resumed.load_state(*read_checkpoint(tmp_path / "state"))
-    assert run_steps(resumed, 2) == expected_rows
-    assert has_same_weights(resumed, uninterrupted)
+    check_resumption(lambda: make_tuned_trainer(**STATES[name]), tmp_path)
 
 
 @pytest.mark.long
@@ -350,7 +343,7 @@ def test_states_with_and_without_adapters_are_not_exchanged() -> None:
 def test_gradients_are_analyzed_of_adapters_alone() -> None:
     analysis = {
         "trainer__gradient_analysis_mode": True,
-        "trainer__gradient_analysis_env_groups": 6,
+        "trainer__gradient_analysis_env_groups": 2,
         "trainer__gradient_analysis_group_size": 4,
         "env__group_size": 4,
     }

@@ -14,8 +14,8 @@ from tests.fakes.scripted import (
     make_qwen2_shape,
     make_random_episodes,
     make_random_model,
-    make_small_config,
 )
+from tests.fakes.trainers import make_quiet_trainer
 from tests.strategies.examples import thin_out
 from tests.trainable.algo.test_vocabulary import LargestTensorMode
 from trainable.algo.batching import order_length_stratified
@@ -29,7 +29,6 @@ from trainable.diagnostics.gradient_probe import ROUNDING_TOLERANCE, probe_gradi
 from trainable.models.interface import PassSettings
 from trainable.models.load import Policy, load_policy, make_critic, make_frozen_copy, make_pass_settings
 from trainable.models.qwen2 import Qwen2
-from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, compute_at_trained_tokens, update_critic
 from trainable.rollout.episode import Batch, collate
 from trainable.rollout.sampler import SamplingParams
@@ -245,7 +244,7 @@ def test_the_probe_scales_losses_as_an_update_does(monkeypatch: pytest.MonkeyPat
 def test_backends_scale_losses_in_float16_only() -> None:
     overrides = {"model__compiled_passes": False, "rollout__name": "torch", "model__loss_scale": 1024}
     for dtype, scale in (("float16", 1024), ("bfloat16", 1), ("float32", 1)):
-        trainer = PPOTrainer(make_small_config(model__dtype=dtype, **overrides))
+        trainer = make_quiet_trainer(model__dtype=dtype, **overrides)
         scales = {name: backend.loss_scale for name, backend in trainer.backends.items()}
         assert scales == {"actor": scale, "critic": scale}
 
@@ -269,7 +268,7 @@ def test_a_filler_gives_no_nan_in_float16() -> None:
 
 
 def test_compiled_passes_ignore_the_head() -> None:
-    trainer = PPOTrainer(make_small_config(model__head_dtype="float32"))
+    trainer = make_quiet_trainer(model__head_dtype="float32")
     assert trainer.model.model.pass_settings.compiled
     assert trainer.step().row["nonfinite_updates"] == 0
 
@@ -278,7 +277,7 @@ def test_compiled_passes_ignore_the_head() -> None:
 @pytest.mark.parametrize("dtype", thin_out(["float16", "bfloat16"], 2))
 def test_a_head_in_float32_gives_every_network_and_the_sampler_float32_logits(dtype: str) -> None:
     overrides = {"model__dtype": dtype, "model__compiled_passes": False, "rollout__name": "torch"}
-    trainer = PPOTrainer(make_small_config(**overrides, model__head_dtype="float32", actor__use_kl_loss=True))
+    trainer = make_quiet_trainer(**overrides, model__head_dtype="float32", actor__use_kl_loss=True)
     assert trainer.reference is not None
     tokens = torch.tensor([1, 2, 3])
     for network in (trainer.model, trainer.reference):
@@ -289,7 +288,7 @@ def test_a_head_in_float32_gives_every_network_and_the_sampler_float32_logits(dt
         torch.testing.assert_close(logprobs.double(), logprobs_from_logits(exact_logits, tokens), rtol=0, atol=1e-5)
     row = trainer.step().row
     assert row["nonfinite_updates"] == 0
-    rounded_row = PPOTrainer(make_small_config(**overrides, actor__use_kl_loss=True)).step().row
+    rounded_row = make_quiet_trainer(**overrides, actor__use_kl_loss=True).step().row
     assert row["entropy_loss"] == pytest.approx(rounded_row["entropy_loss"], abs=0.05)
     assert row["entropy_loss"] != rounded_row["entropy_loss"]
 
@@ -398,9 +397,8 @@ def test_no_tensor_of_an_update_is_larger_than_the_bound(chunking: bool, monkeyp
 
 @pytest.mark.long
 def test_settings_reach_every_network_of_a_run() -> None:
-    trainer = PPOTrainer(
-        make_small_config(model__dtype="bfloat16", model__enable_gradient_checkpointing=True, actor__use_kl_loss=True)
-    )
+    settings = {"model__dtype": "bfloat16", "model__enable_gradient_checkpointing": True}
+    trainer = make_quiet_trainer(**settings, actor__use_kl_loss=True)
     assert trainer.critic is not None
     assert trainer.reference is not None
     expected = PassSettings(torch.bfloat16, True)
@@ -409,7 +407,7 @@ def test_settings_reach_every_network_of_a_run() -> None:
     row = trainer.step().row
     assert row["nonfinite_updates"] == 0
     assert abs(row["kl_loss"]) < 1
-    assert PPOTrainer(make_small_config()).model.model.pass_settings == PassSettings(compiled=True)
+    assert make_quiet_trainer().model.model.pass_settings == PassSettings(compiled=True)
 
 
 def test_settings_are_read_from_the_model_section() -> None:

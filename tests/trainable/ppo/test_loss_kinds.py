@@ -27,7 +27,6 @@ from trainable.algo.reductions import compute_loss_weights
 from trainable.backend.meter import Meter
 from trainable.backend.world import World
 from trainable.config.own_parts import PartFile, has_parameter, register_file
-from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
 from trainable.config.sections import ActorConfig
 from trainable.ppo import update
 from trainable.ppo.update import ActorUpdate, PassInputs, make_passes
@@ -141,18 +140,6 @@ def test_without_a_threshold_nothing_changes() -> None:
     assert targets.policy_weights is not None
     assert torch.equal(targets.policy_weights[ORDER], compute_loss_weights(NOISY.mask[ORDER], "token-mean", 4))
     assert isinstance(targets.select_rows(ORDER[:2], 5).policy_weights, Tensor)
-
-
-REFUSED: list[tuple[dict[str, object], str]] = [
-    ({"actor.policy_loss": "tpo", "algorithm.adv_estimator": "group_skill"}, "of which no token can be left out"),
-    ({"rollout.recompute_logprobs": False}, "leaves the run without entropies"),
-]
-
-
-@pytest.mark.parametrize(("settings", "message"), REFUSED)
-def test_stapo_is_refused_where_it_has_no_meaning(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{message}.*set actor\.stapo_tau_p=null"):
-        apply_overrides(RunConfig(), {**settings, "actor.stapo_tau_p": 0.002})
 
 
 # ---------------------------------------------------------------------------- plug-ins

@@ -6,9 +6,15 @@ from typing import Any
 import pytest
 
 from tests.fakes.scripted import clone_tensors, make_small_config
-from tests.fakes.trainers import QUIET_SETTINGS, has_same_weights, make_quiet_trainer, record_results, run_steps
+from tests.fakes.trainers import (
+    QUIET_SETTINGS,
+    check_resumption,
+    has_same_weights,
+    make_quiet_trainer,
+    record_results,
+    run_steps,
+)
 from trainable.ppo.trainer import PPOTrainer
-from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 
 # Each of these settings changes the rows of a run with these settings.
 BASE: dict[str, object] = {
@@ -54,30 +60,31 @@ def drop_scheduled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.startswith("scheduled_")} for row in rows]
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_step_equals_a_step_with_the_number(name: str) -> None:
-    """A run that jumps to another value equals one that continues from a checkpoint with that value."""
-    first, second = CHANGES[name]
-    scheduled = make_trainer(**{name: f"steps({first}, {second}@2)"})
-    constant = make_trainer(**{name: first})
-    rows, (constant_row,) = run_steps(scheduled, 1), run_steps(constant, 1)
-    assert rows[0][get_column(name)] == first
-    assert drop_scheduled(rows) == [constant_row]
+def test_a_step_equals_a_step_with_the_numbers() -> None:
+    """A run whose settings jump to other values equals one that continues from a checkpoint with these values."""
+    firsts = {name: first for name, (first, _) in CHANGES.items()}
+    seconds = {name: second for name, (_, second) in CHANGES.items()}
+    scheduled = make_trainer(**{name: f"steps({firsts[name]}, {seconds[name]}@2)" for name in CHANGES})
+    constant = make_trainer(**firsts)
+    rows, constant_rows = run_steps(scheduled, 1), run_steps(constant, 1)
+    assert {name: rows[0][get_column(name)] for name in CHANGES} == firsts
+    assert drop_scheduled(rows) == constant_rows
     assert has_same_weights(scheduled, constant)
     tensors, values = constant.get_state()
-    other = make_trainer(**{name: second})
-    other.load_state(clone_tensors(tensors), values)
-    other.kl_coef = other.config.algorithm.kl_ctrl.kl_coef
-    rows, other_rows = run_steps(scheduled, 1), run_steps(other, 1)
-    assert rows[0][get_column(name)] == second
-    assert drop_scheduled(rows) == other_rows
-    assert has_same_weights(scheduled, other)
-    # The value matters: without the jump, the weights are others.
-    run_steps(constant, 1)
-    assert not has_same_weights(scheduled, constant)
+    tensors = clone_tensors(tensors)
+    rows = run_steps(scheduled, 1)
+    assert {name: rows[0][get_column(name)] for name in CHANGES} == seconds
+    # Each of the values matters: without its jump, the weights are others.
+    for unchanged in (None, *CHANGES):
+        other = make_trainer(**{name: (firsts if name == unchanged else seconds)[name] for name in CHANGES})
+        other.load_state(clone_tensors(tensors), values)
+        other.kl_coef = other.config.algorithm.kl_ctrl.kl_coef
+        other_rows = run_steps(other, 1)
+        assert has_same_weights(scheduled, other) == (unchanged is None), unchanged
+        assert (drop_scheduled(rows) == other_rows) == (unchanged is None), unchanged
 
 
-def test_a_resumed_run_equals_an_undisturbed_one() -> None:
+def test_a_resumed_run_equals_an_undisturbed_one(tmp_path: Path) -> None:
     schedules = {
         "actor__lr": "linear(3e-3, 1e-3@3)",
         "actor__kl_loss_coef": "cosine(0, 1@3)",
@@ -85,16 +92,7 @@ def test_a_resumed_run_equals_an_undisturbed_one() -> None:
         "rollout__temperature": "linear(1, 0.7@3)",
         "critic__shared_trunk": True,
     }
-    undisturbed, resumed = make_trainer(**schedules), make_trainer(**schedules)
-    run_steps(undisturbed, 1)
-    tensors, values = undisturbed.get_state()
-    resumed.load_state(clone_tensors(tensors), values)
-    assert resumed.config.rollout.temperature == 1
-    rows = run_steps(undisturbed, 2)
-    assert run_steps(resumed, 2) == rows
-    assert has_same_weights(resumed, undisturbed)
-    assert [row[get_column("actor__lr")] for row in rows] == pytest.approx([2e-3, 1e-3])
-    assert [row["kl_in_reward_coef"] for row in rows] == pytest.approx([0.25, 0.4])
+    check_resumption(lambda: make_trainer(**schedules), tmp_path)
 
 
 CONTROLLERS = {
@@ -105,13 +103,13 @@ CONTROLLERS = {
 
 def make_controlled_trainer(entropy: float, kl: float) -> PPOTrainer:
     controllers = {name: text.format(entropy=entropy, kl=kl) for name, text in CONTROLLERS.items()}
-    return make_trainer(**controllers, trainer__total_training_steps=4)
+    return make_trainer(**controllers)
 
 
-@pytest.mark.parametrize("entropy", [0.01, 0.4, 9.0])
+@pytest.mark.parametrize("entropy", [0.01, 9.0])
 def test_coefficients_follow_the_entropy_and_the_kl_of_the_steps_before(entropy: float) -> None:
     trainer = make_controlled_trainer(entropy, kl=1e-3)
-    rows = run_steps(trainer, 4)
+    rows = run_steps(trainer, 3)
     coef, applied, beta = 0.1, 0.0, 0.1
     for row in rows:
         assert row[get_column("actor__entropy_coeff")] == applied
@@ -145,15 +143,8 @@ def test_a_controlled_step_equals_a_step_with_the_number() -> None:
         assert (drop_scheduled(rows) == other_rows) == (not other_coefficients)
 
 
-@pytest.mark.parametrize("stop", [1, 2])
-def test_a_resumed_run_with_controllers_equals_an_undisturbed_one(stop: int, tmp_path: Path) -> None:
-    undisturbed, resumed = (make_controlled_trainer(entropy=9.0, kl=1e-3) for _ in range(2))
-    run_steps(undisturbed, stop)
-    write_checkpoint(tmp_path / "state", *undisturbed.get_state())
-    resumed.load_state(*read_checkpoint(tmp_path / "state"))
-    assert resumed.coefficients == undisturbed.coefficients
-    assert run_steps(resumed, 2) == run_steps(undisturbed, 2)
-    assert has_same_weights(resumed, undisturbed)
+def test_a_resumed_run_with_controllers_equals_an_undisturbed_one(tmp_path: Path) -> None:
+    check_resumption(lambda: make_controlled_trainer(entropy=9.0, kl=1e-3), tmp_path, stops=(1, 2))
 
 
 def test_a_step_without_a_batch_adapts_nothing(random_folder: Path) -> None:

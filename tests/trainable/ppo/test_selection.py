@@ -1,7 +1,6 @@
 """Which episodes a step trains on: groups that pass the filter, further batches of groups, and masked episodes."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,22 +11,20 @@ from hypothesis import strategies as st
 from tests.fakes.scripted import make_random_episodes
 from tests.fakes.trainers import (
     Row,
+    check_resumption,
     copy_weights,
     drop_times,
     has_changed,
-    has_same_weights,
     make_quiet_trainer,
     record_results,
     run_steps,
 )
 from tests.strategies.examples import draw_examples
-from trainable.backend.world import World
 from trainable.config.own_parts import PartFile, register_file
 from trainable.config.run_config import ConfigError
 from trainable.config.sections import FilterConfig
 from trainable.ppo.targets import Selection, filter_episodes
 from trainable.rollout.episode import Episode, collate
-from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 
 GRPO = {"algorithm__adv_estimator": "grpo"}
 # The groups of equal scores are dropped: with 2 of 4 levels, some steps lack groups.
@@ -112,13 +109,7 @@ def test_the_first_batch_is_that_of_a_run_without_further_ones() -> None:
 
 
 def test_a_run_that_samples_further_batches_resumes_to_the_same_rows(tmp_path: Path) -> None:
-    trainer, resumed = make_quiet_trainer(**REFILL), make_quiet_trainer(**REFILL)
-    run_steps(trainer, 1)
-    write_checkpoint(tmp_path / "state", *trainer.get_state())
-    expected_rows = run_steps(trainer, 2)
-    resumed.load_state(*read_checkpoint(tmp_path / "state"))
-    assert run_steps(resumed, 2) == expected_rows
-    assert has_same_weights(resumed, trainer)
+    check_resumption(lambda: make_quiet_trainer(**REFILL), tmp_path)
 
 
 def test_further_batches_draw_their_own_numbers_whatever_the_length_of_the_run() -> None:
@@ -130,24 +121,6 @@ def test_further_batches_draw_their_own_numbers_whatever_the_length_of_the_run()
     first, again, second = (short.roll_out(levels, 2, "sampling", *indices) for indices in ((), (), (1,)))
     texts = [[episode.texts for episode in episodes] for episodes in (first, again, second)]
     assert texts[0] == texts[1] != texts[2]
-
-
-class LonelyRank(World):
-    """A rank that gathers its own objects alone."""
-
-    def all_gather_object(self, local_object: Any) -> list[Any]:
-        return [local_object]
-
-
-def test_ranks_sample_the_further_batches_of_one() -> None:
-    trainer = make_quiet_trainer(**REFILL)
-    levels = trainer.refill_levels[0]
-    expected = trainer.roll_out(levels, 2, "sampling", 1)
-    episodes: list[Episode] = []
-    for rank in range(2):
-        trainer.world = LonelyRank(rank, 2)
-        episodes += trainer.roll_out(levels, 2, "sampling", 1)
-    assert [(e.group, e.tokens.tolist()) for e in episodes] == [(e.group, e.tokens.tolist()) for e in expected]
 
 
 def test_without_a_useful_group_in_any_batch_a_step_is_empty(random_folder: Path) -> None:

@@ -21,7 +21,6 @@ from tests.fakes.trainers import (
     run_steps,
 )
 from tests.oracles import update as oracle
-from tests.strategies.examples import thin_out
 from trainable.algo.batching import order_length_stratified
 from trainable.config.choices import ADVANTAGE_ESTIMATORS
 from trainable.config.own_parts import PartFile, register_file
@@ -55,28 +54,17 @@ def test_every_estimator_takes_a_step(estimator: str) -> None:
     assert (trainer.critic is not None) == (estimator == "gae")
 
 
-@pytest.mark.parametrize("kl_type", thin_out(["kl", "mse", "full", "low_var_kl+"], 2))
-def test_every_kl_kind_takes_steps(kl_type: str) -> None:
-    trainer = make_quiet_trainer(actor__use_kl_loss=True, actor__kl_loss_coef=0.1, actor__kl_loss_type=kl_type)
-    first, second = run_steps(trainer, 2)
-    assert is_finite(first)
-    assert is_finite(second)
-    assert abs(first["kl_to_reference"]) < 1e-6  # the policy still equals the reference
-    assert second["kl_to_reference"] > 1e-5
-    assert "kl_loss" in first
-
-
-@pytest.mark.parametrize("kl_type", ["kl", "abs", "mse", "low_var_kl"])
-def test_every_kl_kind_may_be_in_the_reward(kl_type: str) -> None:
+def test_the_coefficient_of_the_kl_in_the_reward_adapts_to_the_kl() -> None:
     trainer = make_quiet_trainer(
         algorithm__use_kl_in_reward=True,
-        algorithm__kl_penalty=kl_type,
+        algorithm__kl_penalty="low_var_kl",
         algorithm__kl_ctrl__kl_coef=0.2,
         algorithm__kl_ctrl__type="adaptive",
         algorithm__kl_ctrl__horizon=80,
     )
     first, second = run_steps(trainer, 2)
     assert is_finite(second)
+    assert abs(first["kl_to_reference"]) < 1e-6 < second["kl_to_reference"]  # at first, both are the same policy
     assert first["kl_in_reward_coef"] == 0.2
     # The KL is 0 with a target of 0.1: the error is clipped at -0.2, times 8 sequences over a horizon of 80.
     assert second["kl_in_reward_coef"] == pytest.approx(0.2 * (1 - 0.2 * 8 / 80))
@@ -84,21 +72,15 @@ def test_every_kl_kind_may_be_in_the_reward(kl_type: str) -> None:
 
 
 FILTERS = [
-    ({"strategy": "top_p", "value": 0.5, "top_p_prob_mode": "softmax"}, {1}),
     ({"strategy": "top_p", "value": 0.5, "top_p_prob_mode": "linear"}, {1}),
-    ({"strategy": "top_p", "value": 1.0, "include_zero": False}, {1, 2}),
-    ({"strategy": "top_k", "value": 0.5}, {1}),
     ({"strategy": "top_f", "value": 0.5, "type": "smallest"}, {1}),
-    ({"strategy": "top_k_abs", "value": 1, "metric": "entropy"}, {1}),
     ({"strategy": "top_k_abs", "value": 2, "metric": "length"}, {2}),
     ({"strategy": "min_p", "value": 0.99, "metric": "entropy_variance"}, {1}),
-    ({"strategy": "min_p", "value": 0.5, "metric": "reward_std", "type": "smallest"}, {1, 2}),
-    ({"strategy": "top_k_abs", "value": 1, "metric": "reward_sum"}, {1}),
 ]
 
 
 @pytest.mark.parametrize(("settings", "group_counts"), FILTERS, ids=str)
-def test_every_filter_takes_a_step(settings: Row, group_counts: set[int]) -> None:
+def test_a_filter_takes_a_step(settings: Row, group_counts: set[int]) -> None:
     trainer = make_quiet_trainer(**{f"filter__rollout_filter_{name}": value for name, value in settings.items()})
     (row,) = run_steps(trainer, 1)
     assert is_finite(row)
@@ -296,7 +278,7 @@ def test_zero_task_advantage_stops_the_policy_and_not_the_critic() -> None:
     assert row["actor_grad_norm"] > 0
 
 
-@pytest.mark.parametrize(("mode", "factor"), [("none", 1.0), ("linear", 0.5), ("sqrt", 0.5**0.5)])
+@pytest.mark.parametrize(("mode", "factor"), [("linear", 0.5), ("sqrt", 0.5**0.5)])
 def test_the_filters_share_scales_the_policys_gradient(mode: str, factor: float) -> None:
     def measure_norm(scaling: str) -> float:
         (row,) = run_steps(make_quiet_trainer(**ONE_GROUP, actor__filter_loss_scaling=scaling), 1)

@@ -11,14 +11,13 @@ import torch
 
 from search_spaces.declaration.presets import PRESETS
 from tests.fakes.scripted import clone_tensors, make_small_config
-from tests.fakes.trainers import drop_times, has_same_weights, make_quiet_trainer, run_steps
+from tests.fakes.trainers import check_resumption, drop_times, has_same_weights, make_quiet_trainer, run_steps
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.envs import level_sets
 from trainable.envs.sokoban.generate import make_test_levels
 from trainable.models.load import allow_for_engine, pick_device, prepare_device
 from trainable.ppo.evaluation import Evaluation, summarize_validation
 from trainable.ppo.trainer import PPOTrainer
-from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 from trainable.runs.records import TIME_COLUMNS
 
 # ---------------------------------------------------------------------------- evaluation
@@ -31,9 +30,7 @@ BASE = [(0, "val", "sampled"), (0, "val", "greedy")]
     ("freq", "expected"),
     [
         (2, [BASE, [(2, "val", "sampled")], [(3, "val", "sampled")]]),
-        (1, [[*BASE, (1, "val", "sampled")], [(2, "val", "sampled")], [(3, "val", "sampled")]]),
         (0, [BASE, [], []]),
-        (10, [BASE, [], [(3, "val", "sampled")]]),
     ],
 )
 def test_when_validation_happens(freq: int, expected: list[Any]) -> None:
@@ -128,33 +125,30 @@ def test_without_test_levels_there_is_no_test() -> None:
 # ---------------------------------------------------------------------------- reproducibility
 
 
-@pytest.mark.long
-def test_two_trainers_write_the_same_rows() -> None:
-    settings = make_small_config(actor__use_kl_loss=True, actor__entropy_coeff=0.01)
-    first_trainer, second_trainer = PPOTrainer(settings), PPOTrainer(settings)
-    torch.manual_seed(1)
-    np.random.seed(1)  # noqa: NPY002 - global generators must not matter
-    expected_rows = run_steps(first_trainer, 3)
-    torch.manual_seed(2)
-    assert run_steps(second_trainer, 3) == expected_rows
-    assert has_same_weights(first_trainer, second_trainer)
-
-
 SCRIPT = """
 import json, sys, torch
 from tests.fakes.scripted import make_small_config
 from trainable.ppo.trainer import PPOTrainer
 torch.set_num_threads(1)
-trainer = PPOTrainer(make_small_config())
-print(json.dumps([trainer.step().row for _ in range(2)]))
+torch.manual_seed(1)  # global generators must not matter
+trainer = PPOTrainer(make_small_config(actor__use_kl_loss=True, actor__entropy_coeff=0.01))
+rows = [trainer.step().row for _ in range(3)]
+tensors, values = trainer.get_state()
+trainer.load_state(tensors, values)
+print(json.dumps([rows, sorted({"sympy", "torch._dynamo", "peft"} & set(sys.modules))]))
 """
 
 
 @pytest.mark.long
-def test_another_process_writes_the_same_rows() -> None:
+def test_another_process_writes_the_same_rows_and_imports_no_package_that_takes_seconds() -> None:
     root = Path(__file__).parents[3]
     process = subprocess.run([sys.executable, "-c", SCRIPT], cwd=root, capture_output=True, text=True, check=True)
-    assert [drop_times(row) for row in json.loads(process.stdout)] == run_steps(PPOTrainer(make_small_config()), 2)
+    rows, slow_packages = json.loads(process.stdout)
+    trainer = PPOTrainer(make_small_config(actor__use_kl_loss=True, actor__entropy_coeff=0.01))
+    torch.manual_seed(2)
+    assert [drop_times(row) for row in rows] == run_steps(trainer, 3)
+    # torch's compiler, and adapters that the run does not have.
+    assert slow_packages == []
 
 
 RESUMED = {
@@ -178,21 +172,10 @@ RESUMED = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "stop"), [("gae", 1), *((name, 2) for name in RESUMED)])
-def test_resumed_equals_straight_through(name: str, stop: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", RESUMED)
+def test_resumed_equals_straight_through(name: str, tmp_path: Path) -> None:
     settings = make_small_config(**RESUMED[name], env__val_env_groups=8)
-    uninterrupted = PPOTrainer(settings)
-    rows = run_steps(uninterrupted, stop)
-    write_checkpoint(tmp_path / "state", *uninterrupted.get_state())
-    seconds = uninterrupted.seconds_total
-    expected_rows = run_steps(uninterrupted, 3 - stop)
-    resumed = PPOTrainer(settings)
-    resumed.load_state(*read_checkpoint(tmp_path / "state"))
-    assert resumed.step_index == len(rows) == stop
-    assert resumed.seconds_total == seconds
-    assert run_steps(resumed, 3 - stop) == expected_rows
-    assert has_same_weights(resumed, uninterrupted)
-    assert resumed.get_state()[1] | {"seconds_total": 0} == uninterrupted.get_state()[1] | {"seconds_total": 0}
+    check_resumption(lambda: PPOTrainer(settings), tmp_path, stops=(1, 2) if name == "gae" else (2,))
 
 
 def test_steps_in_a_row_with_nothing_kept_are_counted_across_a_restart(random_folder: Path) -> None:

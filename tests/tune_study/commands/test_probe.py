@@ -26,7 +26,7 @@ SETTINGS = {
     "trainer.save_freq": 2,
     "trainer.gradient_analysis_env_groups": 6,
     "trainer.gradient_analysis_group_size": 4,
-    "trainer.gradient_analysis_every": 2,
+    "trainer.gradient_analysis_every": 3,
 }
 
 

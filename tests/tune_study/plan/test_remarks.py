@@ -15,7 +15,6 @@ from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.family import PPO
 from tests.fakes.command_line import get_output
 from tests.fakes.plans import plan_study
-from tests.strategies.examples import thin_out
 from trainable.algo.advantages import group_skill, grpo, prefix_tree_grpo, reinforce_plus_plus_baseline, rloo
 from trainable.algo.filters import compute_group_scores, parse_rule, select_groups
 from trainable.config.choices import ADVANTAGE_ESTIMATORS, FILTER_METRICS
@@ -141,7 +140,15 @@ def list_shipped_studies() -> list[Study]:
     return [variant for study in STUDIES.values() for variant in (study, *map(study.get_variant, study.variants))]
 
 
-@pytest.mark.parametrize("study", thin_out(list_shipped_studies()), ids=lambda study: study.name)
+@pytest.mark.parametrize(
+    "study",
+    # Every third in CI, but for the grids of many arms.
+    [
+        pytest.param(study, marks=[pytest.mark.slow] * (number % 3 > 0 or len(study.get_grid("laptop")) > 60))
+        for number, study in enumerate(list_shipped_studies())
+    ],
+    ids=lambda study: study.name,
+)
 def test_no_shipped_study_has_a_remark_in_any_arm_of_any_preset(study: Study) -> None:
     for preset in study.family.presets:
         assert find_remarks(plan_study(Path("out"), None, None, study=study, preset=preset)) == ()

@@ -11,8 +11,7 @@ from ray import tune
 
 from sandboxes.update_rules.trial import UpdateRules
 from search_spaces.catalog import STUDIES
-from tests.fakes.scripted import SMALL_SETTINGS
-from tests.fakes.trials import FEW_LEVELS, TOY, drop_times, make_trial_config, start_trial
+from tests.fakes.trials import SMALL_TRIAL, TOY, drop_times, make_trial_config, save_trial, start_trial
 from trainable.config.run_config import ConfigError
 from trainable.files.json_values import write_object
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
@@ -27,22 +26,6 @@ from tune_study.tune.stoppers import RuleStopper, rules
 from tune_study.tune.trials import make_trial_configs
 from tune_study.tune.tuner import get_trainable, make_tuner, param_space
 
-SMALL = {**SMALL_SETTINGS, **FEW_LEVELS}
-
-
-@pytest.fixture
-def make_in_folder(tmp_path: Path) -> Any:
-    """Return a function that makes a trial in a folder of this test, and close all trials at its end."""
-    trials: list[PPO] = []
-
-    def make(family: type[PPO], name: str, config: dict[str, Any]) -> PPO:
-        trials.append(type("Here", (family,), {"logdir": str(tmp_path / name)})(config))
-        return trials[-1]
-
-    yield make
-    for trial in trials:
-        trial.cleanup()
-
 
 @pytest.fixture
 def make_trial(make_in_folder: Any) -> Any:
@@ -56,18 +39,12 @@ def make_toy(make_in_folder: Any) -> Any:
     return lambda name, seed, **config: make_in_folder(UpdateRules, name, {**TOY, "seed": seed, **config})
 
 
-def save(trial: PPO, folder: Path) -> str:
-    folder.mkdir(parents=True)
-    trial.save_checkpoint(str(folder))
-    return folder.as_uri()
-
-
 @pytest.fixture
 def checkpoint(make_trial: Any, tmp_path: Path) -> Path:
     """The checkpoint of a trial after its first step."""
-    first = make_trial("first", **SMALL)
+    first = make_trial("first", **SMALL_TRIAL)
     first.step()
-    save(first, tmp_path / "checkpoint")
+    save_trial(first, tmp_path / "checkpoint")
     return tmp_path / "checkpoint"
 
 
@@ -203,7 +180,7 @@ def test_the_rules_of_a_study_have_its_thresholds() -> None:
 
 @pytest.mark.parametrize("all_quantities", [False, True])
 def test_a_failure_before_the_first_row_has_its_columns(make_trial: Any, all_quantities: bool) -> None:
-    trial = make_trial(**SMALL, **{"collapse_detection.all_quantities": all_quantities})
+    trial = make_trial(**SMALL_TRIAL, **{"collapse_detection.all_quantities": all_quantities})
     trial.begin = {}.__getitem__  # any error
     expected_columns = {*make_empty_row(all_quantities=all_quantities)} - {"stop_rule"}
     result = trial.step()
@@ -213,13 +190,13 @@ def test_a_failure_before_the_first_row_has_its_columns(make_trial: Any, all_qua
 
 
 def test_settings_that_are_refused_leave_a_row_with_the_metric_of_a_scheduler(make_trial: Any) -> None:
-    result = make_trial(**{**SMALL, "actor.lr": -1}).step()
+    result = make_trial(**{**SMALL_TRIAL, "actor.lr": -1}).step()
     assert {*make_empty_row()} - {"stop_rule"} <= result.keys()
     assert "actor.lr" in result["failure"]
 
 
 def test_a_failure_that_is_not_retried_is_a_result(make_trial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = make_trial(**SMALL)
+    trial = make_trial(**SMALL_TRIAL)
     trial.step()
     monkeypatch.setattr(trial.training, "step", lambda: {}["missing"])
     result = trial.step()
@@ -240,13 +217,13 @@ def test_a_failure_that_is_not_retried_is_a_result(make_trial: Any, monkeypatch:
 
 
 def test_a_trial_continues_from_its_checkpoint_to_the_same_rows(make_trial: Any, tmp_path: Path) -> None:
-    straight = make_trial("straight", **SMALL)
+    straight = make_trial("straight", **SMALL_TRIAL)
     expected = [straight.step() for _ in range(3)]
-    first = make_trial("first", **SMALL)
+    first = make_trial("first", **SMALL_TRIAL)
     first.step()
-    save(first, tmp_path / "checkpoint")
+    save_trial(first, tmp_path / "checkpoint")
     first.step()  # a step that is lost
-    second = make_trial("second", **SMALL)
+    second = make_trial("second", **SMALL_TRIAL)
     second.load_checkpoint(str(tmp_path / "checkpoint"))
     (state,) = (tmp_path / "second").rglob("step_1")
     assert {path.stat().st_nlink for path in state.iterdir()} == {1}  # a state that is loaded is no link
@@ -262,9 +239,9 @@ def test_a_trial_continues_from_its_checkpoint_to_the_same_rows(make_trial: Any,
 
 
 def test_a_checkpoint_shares_the_files_of_a_state_and_not_those_of_lines(make_trial: Any, tmp_path: Path) -> None:
-    trial = make_trial(**{**SMALL, "trainer.resume_every": 100})
+    trial = make_trial(**{**SMALL_TRIAL, "trainer.resume_every": 100})
     trial.step()
-    save(trial, tmp_path / "checkpoint")
+    save_trial(trial, tmp_path / "checkpoint")
     (state,) = (tmp_path / "checkpoint" / "0" / "state").iterdir()
     assert state.name == "step_1"  # written for the checkpoint, since none was due
     assert {path.stat().st_nlink for path in state.iterdir()} == {2}
@@ -274,10 +251,10 @@ def test_a_checkpoint_shares_the_files_of_a_state_and_not_those_of_lines(make_tr
 
 
 def test_a_checkpoint_of_other_settings_is_continued_with_ours(make_trial: Any, tmp_path: Path) -> None:
-    donor = make_trial("donor", **{**SMALL, "actor.lr": 1e-3, "seed": 4})
+    donor = make_trial("donor", **{**SMALL_TRIAL, "actor.lr": 1e-3, "seed": 4})
     donor.step()
-    save(donor, tmp_path / "checkpoint")
-    follower = make_trial("follower", **{**SMALL, "actor.lr": 3e-3, "seed": 4})
+    save_trial(donor, tmp_path / "checkpoint")
+    follower = make_trial("follower", **{**SMALL_TRIAL, "actor.lr": 3e-3, "seed": 4})
     follower.load_checkpoint(str(tmp_path / "checkpoint"))
     row, donor_row = follower.step(), donor.step()
     assert row["step"] == donor_row["step"] == 2
@@ -291,7 +268,7 @@ def test_a_checkpoint_that_is_damaged_is_not_begun_again_in_silence(make_trial: 
         content = path.read_bytes()
         path.unlink()  # the file is a hard link
         path.write_bytes(content[:-1] + b"x")
-    second = make_trial("second", **SMALL)
+    second = make_trial("second", **SMALL_TRIAL)
     second.load_checkpoint(str(checkpoint))
     with pytest.raises(RunFailedError, match="The checkpoint cannot be continued"):
         second.step()
@@ -302,7 +279,7 @@ def test_a_checkpoint_of_a_study_names_the_folder_of_its_run(tmp_path: Path, mak
     trial = start_trial(tmp_path)
     trial.step()
     folder = tmp_path / "kl" / "checkpoint_000000"
-    save(trial, folder)
+    save_trial(trial, folder)
     trial.cleanup()
     assert json.loads((folder / "runs.json").read_text())["0"] == run["run_id"]
     assert [path.name for path in folder.iterdir()] == ["runs.json"]
@@ -311,15 +288,15 @@ def test_a_checkpoint_of_a_study_names_the_folder_of_its_run(tmp_path: Path, mak
     trainer = PPO.from_checkpoint(tune.Checkpoint.from_directory(folder), **{"actor.lr": 1e-5})
     assert (trainer.step_index, trainer.config.actor.lr) == (1, 1e-5)
     trainer.close()
-    other = make_trial("other", **SMALL)
+    other = make_trial("other", **SMALL_TRIAL)
     other.load_checkpoint(str(folder))
     assert other.step()["step"] == 2
 
 
 def test_a_checkpoint_without_a_state_says_why(make_trial: Any, tmp_path: Path) -> None:
-    trial = make_trial(**{**SMALL, "trainer.total_training_steps": 1, "trainer.keep_last": False})
+    trial = make_trial(**{**SMALL_TRIAL, "trainer.total_training_steps": 1, "trainer.keep_last": False})
     assert trial.step()["finished"]
-    save(trial, tmp_path / "checkpoint")
+    save_trial(trial, tmp_path / "checkpoint")
     with pytest.raises(CheckpointError, match=r"no state of the same step for each run: .* trainer\.keep_last=false"):
         PPO.from_checkpoint(tune.Checkpoint.from_directory(tmp_path / "checkpoint"))
 
@@ -333,7 +310,7 @@ def test_the_seeds_of_a_toy_trial_are_in_one_checkpoint(make_toy: Any, tmp_path:
     second = make_toy("second", [0, 1])
     second.step()
     second.step()
-    save(second, tmp_path / "checkpoint")
+    save_trial(second, tmp_path / "checkpoint")
     assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["0", "1"]
     second.cleanup()
     third = make_toy("third", [0, 1])
@@ -346,14 +323,14 @@ def test_the_seeds_of_a_toy_trial_are_in_one_checkpoint(make_toy: Any, tmp_path:
 
 
 def test_a_failure_before_the_first_step_keeps_what_was_there(make_trial: Any, tmp_path: Path) -> None:
-    first = make_trial("trial", **SMALL)
+    first = make_trial("trial", **SMALL_TRIAL)
     first.step()
     first.cleanup()
-    second = make_trial("trial", **{**SMALL, "model.path": str(tmp_path / "gone")})
+    second = make_trial("trial", **{**SMALL_TRIAL, "model.path": str(tmp_path / "gone")})
     result = second.step()
     assert result["done"]
     assert result["failure"]
-    save(second, tmp_path / "checkpoint")
+    save_trial(second, tmp_path / "checkpoint")
     assert (tmp_path / "checkpoint" / "0" / METRICS_FILE).read_bytes()
     assert [path.name for path in (tmp_path / "checkpoint" / "0" / "state").iterdir()] == ["step_1"]
 
@@ -391,11 +368,11 @@ def test_the_mean_of_several_seeds_has_every_column_when_one_of_them_fails(make_
 )
 def test_seeds_that_disagree_are_refused(make_trial: Any, config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_trial(**SMALL, **config)
+        make_trial(**SMALL_TRIAL, **config)
 
 
 def test_the_repetitions_of_tune_are_seeds(make_trial: Any) -> None:
-    trial = make_trial(**SMALL, seed=4, __trial_index__=2)
+    trial = make_trial(**SMALL_TRIAL, seed=4, __trial_index__=2)
     assert [run["seed"] for run in trial._runs] == [6]
 
 
@@ -404,7 +381,7 @@ def test_the_repetitions_of_tune_are_seeds(make_trial: Any) -> None:
 
 def test_no_pickle_of_a_checkpoint_is_read(make_trial: Any, checkpoint: Path) -> None:
     (checkpoint / "_dict_checkpoint.pkl").write_bytes(b"cos\nsystem\n(S'touch /tmp/no'\ntR.")
-    second = make_trial("second", **SMALL)
+    second = make_trial("second", **SMALL_TRIAL)
     for source in (str(checkpoint), tune.Checkpoint.from_directory(checkpoint)):
         with pytest.raises(CheckpointError, match=r"has a pickle, _dict_checkpoint\.pkl"):
             second.restore(source)
@@ -423,7 +400,7 @@ def test_no_link_to_a_run_is_followed(make_trial: Any, checkpoint: Path, tmp_pat
         write_object(folder / "runs.json", {"0": "a"})
     with pytest.raises(OSError, match="symbolic link"):
         PPO.from_checkpoint(tune.Checkpoint.from_directory(folder))
-    trial = make_trial("second", **SMALL)
+    trial = make_trial("second", **SMALL_TRIAL)
     with pytest.raises(OSError, match="symbolic link"):
         trial.load_checkpoint(str(folder))
     assert not list((tmp_path / "second").rglob(METRICS_FILE))

@@ -16,7 +16,7 @@ from sandboxes.update_rules.records import RULE_COLUMNS
 from sandboxes.update_rules.rules.rule import RuleLoss
 from sandboxes.update_rules.training.make import UPDATE_RULES
 from tests.oracles.update_rules import ORACLES, Table
-from tests.strategies.update_rules import Case, cases, examples, make_member, make_random_case, slice_members
+from tests.strategies.update_rules import Case, cases, examples, make_member, make_random_case
 
 AXES = ("influence", "granularity", "support", "reward uncertainty", "geometry")
 AXES += ("privileged acquisition", "search coverage")
@@ -76,21 +76,6 @@ def test_gradient_is_that_of_the_loops(method: str, seed: int) -> None:
     _, gradient = compute_loss_and_gradient(case)
     for e in range(2):
         torch.testing.assert_close(gradient[e], compute_finite_differences(case, e), rtol=1e-6, atol=1e-8)
-
-
-@given(case=cases())
-@examples
-def test_a_member_has_the_loss_that_it_has_alone(case: Case) -> None:
-    rule_loss, gradient = compute_loss_and_gradient(case)
-    for e in range(rule_loss.loss.shape[0]):
-        member = slice(e, e + 1)
-        single_loss, single_gradient = compute_loss_and_gradient(
-            case._replace(rollouts=slice_members(case.rollouts, member), log_probs=case.log_probs[member])
-        )
-        torch.testing.assert_close(single_loss.loss, rule_loss.loss[member])
-        torch.testing.assert_close(single_gradient, gradient[member])
-        for name, value in single_loss.metrics.items():
-            torch.testing.assert_close(value, rule_loss.metrics[name][member])
 
 
 @given(case=cases(), seed=st.integers(0, 99))

@@ -51,16 +51,10 @@ def test_rows_are_the_evaluations_before_the_update_of_their_step_and_one_at_the
     assert first["entropy"] == pytest.approx(metrics["entropy"].tolist()[0])
 
 
-def test_two_runs_of_one_configuration_have_equal_rows() -> None:
-    settings = make_config(delay=1, replay_capacity=4, method="FreshDG", **ALL_MEASURES)
-    assert run_ensemble(make_trainer(settings)) == run_ensemble(make_trainer(settings))
-
-
 @pytest.mark.long
-def test_rules_learn_the_task_and_cross_entropy_learns_to_reverse() -> None:
-    for method in ("CE", "DG", "REINFORCE"):
-        rows = run_ensemble(make_trainer(make_config(steps=150, test_freq=150, method=method, batch_size=32)))
-        assert [rows[seed][-1]["test_error"] for seed in (0, 1, 2)] == [0, 0, 0], method
+def test_a_rule_learns_the_task_and_cross_entropy_learns_to_reverse() -> None:
+    rows = run_ensemble(make_trainer(make_config(steps=150, test_freq=150, method="DG", batch_size=32)))
+    assert [rows[seed][-1]["test_error"] for seed in (0, 1, 2)] == [0, 0, 0]
     settings = {**TINY, "task": "token_reversal", "method": "CE", "lr": 3e-3, "batch_size": 32, "seq_len": 3}
     for first, last in run_ensemble(make_real_trainer(make_config(100, 100, **settings), (0, 1))).values():
         assert first["test_error"] > 0.3

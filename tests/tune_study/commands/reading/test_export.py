@@ -41,14 +41,14 @@ SETTINGS = {
 TOKENS = torch.arange(3, 43).view(2, 20)
 
 
-def train_study(output: Path, **settings: str) -> StudyPlan:
-    """Train one arm with the seeds 0 and 1 by the real Trainable, without Ray."""
-    return train_without_ray(plan_study(output, values=("0.1",), seeds=2, **{**SETTINGS, **settings}), 2)
+def train_study(output: Path, seeds: int = 1, **settings: str) -> StudyPlan:
+    """Train one arm by the real Trainable, without Ray."""
+    return train_without_ray(plan_study(output, values=("0.1",), seeds=seeds, **{**SETTINGS, **settings}), 2)
 
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
-    return train_study(tmp_path_factory.mktemp("whole"))
+    return train_study(tmp_path_factory.mktemp("whole"), seeds=2)
 
 
 @pytest.fixture(scope="module")
