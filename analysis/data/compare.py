@@ -107,7 +107,7 @@ class Outcomes:
 
     def get_values(self, arm: str) -> "pd.Series[float]":
         """Return the outcomes of an arm by seed, without missing ones."""
-        return self._values_by_arm.get(arm, pd.Series(dtype=float))
+        return self._values_by_arm[arm] if arm in self._values_by_arm else pd.Series(dtype=float)
 
     def get_doubt(self, pool: Pool | None, *arms: str, limits: tuple[float, float] = REFERENCE_DOUBT) -> float:
         """Return the largest doubt, over several arms, that they are as noisy as the others; see `compute_doubt`."""

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 from dataclasses import replace
 from functools import cache
@@ -23,6 +24,7 @@ from analysis.gradients.files import draw_step, write_analyses
 from analysis.gradients.published_metrics import make_published_metrics
 from tests.analysis.gradients.test_tables import AFTER, ALL, BEFORE
 from tests.analysis.gradients.test_tables import make_frames as make_study_frames
+from tests.conftest import TEMPORARY_ROOT_ENV
 from tests.fakes.run_folders import FakeAnalysis, FakeRun
 from tests.strategies.examples import thin_out
 
@@ -32,7 +34,7 @@ PICTURES = ("plots", "loss_plots", "reward_std", "normed_grads", "summary", "sig
 
 @cache
 def make_frames(*analyses: FakeAnalysis) -> StudyFrames:
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory(dir=os.environ.get(TEMPORARY_ROOT_ENV)) as folder:
         return make_study_frames(Path(folder), [(FakeRun("0", steps=3), list(analyses))])
 
 

@@ -1,6 +1,7 @@
 """Tests of the tables of gradient analyses: complete grids, shares, lines, and trends compared with SciPy."""
 
 import math
+import os
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from scipy import stats
 from analysis.data.frames import StudyFrames
 from analysis.data.load import read_study
 from analysis.gradients import tables as gradients
+from tests.conftest import TEMPORARY_ROOT_ENV
 from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_analyses, write_study
 
 STUDY = FakeStudy(total_steps=3, test_freq=2, levels=10)
@@ -35,7 +37,7 @@ def make_frames(output: Path, runs: list[tuple[FakeRun, list[FakeAnalysis]]]) ->
 
 @cache
 def make_rows(*analyses: FakeAnalysis) -> pd.DataFrame:
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory(dir=os.environ.get(TEMPORARY_ROOT_ENV)) as folder:
         return make_frames(Path(folder), [(FakeRun("0", steps=3), list(analyses))]).gradients
 
 
