@@ -5,6 +5,7 @@ python -m tests.golden_outputs        # records everything again, after a change
 
 import hashlib
 import io
+import math
 import re
 import tempfile
 from collections import namedtuple
@@ -22,7 +23,7 @@ from search_spaces.catalog import STUDIES
 from tests.fakes import grid_folders, sandbox_folders
 from tune_study.commands.cli import app
 from tune_study.demo.archive import read_recorded_study, unpack
-from tune_study.host import machine_checks
+from tune_study.host import console, machine_checks
 from tune_study.host.gpus import Gpu
 from tune_study.placement.memory import GIB
 from tune_study.placement.memory_plan import GpuCapacity, plan_memory
@@ -151,13 +152,14 @@ RECORDS: Mapping[str, Callable[[Path], Iterable[str]]] = {
 
 @contextmanager
 def fix_machine() -> Iterator[None]:
-    """Give this process a machine of two cores, 16 GiB of memory and a disk of 100 GB, without GPUs and models."""
+    """Give this process a quick machine: two cores, 16 GiB of memory, a disk of 100 GB, no GPU, no models."""
     usage = namedtuple("usage", "total used free")(200 * 10**9, 100 * 10**9, 100 * 10**9)
     with (
         mock.patch.dict("os.environ", NO_MACHINE),
         mock.patch("shutil.disk_usage", return_value=usage),
         mock.patch("os.sched_getaffinity", return_value={0, 1}, create=True),
         mock.patch.object(machine_checks, "measure_available_memory", return_value=16 * 2**30),
+        mock.patch.object(console, "SECONDS_PER_PHASE_LINE", math.inf),  # of a slow machine
     ):
         yield
 

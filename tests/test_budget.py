@@ -100,9 +100,13 @@ def trace(function):
         print(json.dumps(sorted(files)))
 """
 COMMANDS: Mapping[str, str] = {
-    "dry run": "trace(lambda: app('run kl --preset laptop --kl-values 0 --seeds 1 --output out --dry-run'.split()))",
+    "dry run": """
+import numpy, pandas, scipy.special  # before the trace, which would slow them down
+trace(lambda: app('run kl --preset laptop --kl-values 0 --seeds 1 --output out --dry-run'.split()))
+""",
     "status": "trace(lambda: app(['status', 'results/study']))",
     "first step": """
+import torch
 from search_spaces.catalog import STUDIES
 from tune_study.plan.study_plan import make_arm_config, make_base_config
 config = make_arm_config(STUDIES["kl"], make_base_config(STUDIES["kl"], "laptop"), "0.01")

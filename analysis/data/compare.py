@@ -101,9 +101,13 @@ class Outcomes:
     is_fraction: bool = False
     """Whether the outcome is a fraction, so that no difference exceeds 1."""
 
+    @functools.cached_property
+    def _values_by_arm(self) -> dict[str, "pd.Series[float]"]:
+        return {str(arm): values.dropna() for arm, values in self.values.iterrows()}
+
     def get_values(self, arm: str) -> "pd.Series[float]":
         """Return the outcomes of an arm by seed, without missing ones."""
-        return self.values.loc[arm].dropna() if arm in self.values.index else pd.Series(dtype=float)
+        return self._values_by_arm[arm] if arm in self._values_by_arm else pd.Series(dtype=float)
 
     def get_doubt(self, pool: Pool | None, *arms: str, limits: tuple[float, float] = REFERENCE_DOUBT) -> float:
         """Return the largest doubt, over several arms, that they are as noisy as the others; see `compute_doubt`."""

@@ -7,6 +7,7 @@ import pandas as pd
 
 from analysis.data.compare import SCORED_STATUSES, find_failed_stops, require_single_study
 from analysis.data.frames import StudyFrames, to_records
+from analysis.data.schemas import Row
 from analysis.stats.events import kaplan_meier
 from analysis.sweep.series import make_curves
 from trainable.runs.history import SIGNAL_COLUMNS, describe_missing_signal, find_collapse, format_signal_problems
@@ -43,6 +44,9 @@ def find_run_ends(frames: StudyFrames) -> pd.DataFrame:
     why the run could not learn in any step, or empty.
     """
     signal_columns = [name for name in SIGNAL_COLUMNS if name in frames.steps]
+    signals: dict[str, list[Row]] = {}
+    for row in to_records(frames.steps[["run_id", *signal_columns]]):
+        signals.setdefault(row["run_id"], []).append(row)
     validations = make_validations(frames)
     rows_by_run = dict(list(validations.groupby("run_id", sort=False)))
     rows = []
@@ -54,7 +58,7 @@ def find_run_ends(frames: StudyFrames) -> pd.DataFrame:
         stop_step = math.inf
         if run["is_failed_stop"]:
             stop_step = float(run["steps_done"] if pd.isna(run["stop_step"]) else run["stop_step"])
-        signal_problem = describe_missing_signal(to_records(frames.get_run_steps(run["run_id"])[signal_columns]))
+        signal_problem = describe_missing_signal(signals.get(run["run_id"], ()))
         end = {"end_step": run["steps_done"], "is_collapse": False, "cause": "", "signal_problem": signal_problem}
         columns = (run_validations[name] for name in ("step", "value", "episodes"))
         step = math.inf if signal_problem else find_collapse(zip(*columns, strict=True), stop_step)

@@ -50,8 +50,12 @@ def compute_resolved_ratio(num_arms: int, num_seeds: int) -> float:
     y = np.random.default_rng(0).normal(size=(_NUM_STUDIES, drawn_arms, num_seeds))
     differences = y[:, 1] - y[:, 0]
     own_variance = differences.var(axis=1, ddof=1) / 2
-    residuals = y - y.mean(axis=1, keepdims=True) - y.mean(axis=2, keepdims=True) + y.mean(axis=(1, 2), keepdims=True)
-    squares, df = (residuals**2).sum(axis=(1, 2)), (drawn_arms - 1) * (num_seeds - 1)
+    # In place, since these are the largest arrays.
+    residuals = y - y.mean(axis=1, keepdims=True)
+    residuals -= y.mean(axis=2, keepdims=True)
+    residuals += y.mean(axis=(1, 2), keepdims=True)
+    residuals *= residuals
+    squares, df = residuals.sum(axis=(1, 2)), (drawn_arms - 1) * (num_seeds - 1)
     doubts = [
         compute_doubt(_compute_prominence(y, arm, squares, df), *limits) for arm, limits in ((0, ()), (1, (ARM_DOUBT,)))
     ]

@@ -1,7 +1,7 @@
 """Tables that compare the arms of one study, with one row per arm or per run."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import count
 
@@ -56,14 +56,18 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
     base = replace(base, min_variances=compare.estimate_evaluation_variances(frames, before_training=True))
     margin = compare.get_margin(study, "late_val_success")
     level_variances = compare.estimate_level_variances(frames, baseline)
+    stops = {
+        arm: compare.find_failed_stops(compare.select_runs(frames, arm, scored_only=True))
+        for arm in {baseline, *compare.list_arms(frames)}
+    }
     rows = []
     for arm in compare.list_arms(frames):
         gain, gain_greedy = compare.estimate_gain(late, base, arm), compare.estimate_gain(greedy, base_greedy, arm)
-        row = {**_summarize_arm(frames, late, arm, baseline), **compare.make_estimate_columns("gain", gain)}
+        row = {**_summarize_arm(frames, late, arm, baseline, stops[arm]), **compare.make_estimate_columns("gain", gain)}
         row["gain_basis"] = compare.describe_basis(late, gain, late.get_doubt(late.noise.unpaired, arm))
         row |= compare.make_estimate_columns("gain_greedy", gain_greedy)
         level_variance = level_variances.get(arm, math.nan)
-        rows.append(row | _compare_to_baseline(frames, late, arm, baseline, margin, level_variance))
+        rows.append(row | _compare_to_baseline(late, arm, baseline, margin, level_variance, stops))
     table = pd.DataFrame(rows)
     if table.empty:
         return table
@@ -133,11 +137,12 @@ def compare_outcomes(frames: StudyFrames, columns: Iterable[str]) -> pd.DataFram
     return table.assign(verdict=[name_verdict(row, family) for row in to_records(table)])
 
 
-def _summarize_arm(frames: StudyFrames, outcomes: compare.Outcomes, arm: str, baseline: str) -> Row:
+def _summarize_arm(
+    frames: StudyFrames, outcomes: compare.Outcomes, arm: str, baseline: str, is_stopped: "pd.Series[bool]"
+) -> Row:
     runs, scored_runs = compare.select_runs(frames, arm), compare.select_runs(frames, arm, scored_only=True)
     paid_runs = scored_runs if len(scored_runs) else runs
     late = compare.cut_interval(compare.estimate_mean(outcomes, arm), 0.0, 1.0)
-    is_stopped = compare.find_failed_stops(scored_runs)
     num_stopped = int(is_stopped.sum())
     stopped = wilson_interval(num_stopped, len(scored_runs)) if len(scored_runs) else Estimate()
     return {
@@ -166,10 +171,17 @@ def _summarize_arm(frames: StudyFrames, outcomes: compare.Outcomes, arm: str, ba
 
 
 def _compare_to_baseline(
-    frames: StudyFrames, outcomes: compare.Outcomes, arm: str, baseline: str, margin: float, level_variance: float
+    outcomes: compare.Outcomes,
+    arm: str,
+    baseline: str,
+    margin: float,
+    level_variance: float,
+    stops: Mapping[str, "pd.Series[bool]"],
 ) -> Row:
-    """Compare an arm with the baseline arm. Values are missing for the baseline itself."""
-    runs, baseline_runs = (compare.select_runs(frames, name, scored_only=True) for name in (arm, baseline))
+    """Compare an arm with the baseline arm. Values are missing for the baseline itself.
+
+    stops: for each arm, which of its scored runs failed.
+    """
     row = compare.compare_with_baseline(outcomes, arm, baseline, margin)
     # A test at every look has no standard error to which the variance of levels could be added.
     level_variance = math.nan if outcomes.num_comparisons else level_variance
@@ -178,19 +190,18 @@ def _compare_to_baseline(
         **row,
         "levels_low": float(np.maximum(row["difference"] - half_width, -1.0)),
         "levels_high": float(np.minimum(row["difference"] + half_width, 1.0)),
-        "baseline_failed": bool(len(baseline_runs)) and bool(compare.find_failed_stops(baseline_runs).all()),
+        "baseline_failed": bool(len(stops[baseline])) and bool(stops[baseline].all()),
         # Fisher's test is not valid at several looks either.
         "p_stopped": math.nan
         if arm == baseline or row["equal_rows"] or outcomes.num_comparisons
-        else _compare_stops(runs, baseline_runs),
+        else _compare_stops(stops[arm], stops[baseline]),
     }
 
 
-def _compare_stops(runs: pd.DataFrame, baseline_runs: pd.DataFrame) -> float:
+def _compare_stops(*stops: "pd.Series[bool]") -> float:
     """Test (Fisher's exact test) if rules stop as many runs of the arm as of the baseline; NaN without stops."""
     from scipy import stats
 
-    stops = [compare.find_failed_stops(rows) for rows in (runs, baseline_runs)]
     counts = [[int(is_stopped.sum()), int((~is_stopped).sum())] for is_stopped in stops]
     if not all(map(sum, counts)) or counts[0][0] == counts[1][0] == 0:
         return math.nan

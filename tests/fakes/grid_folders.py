@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from search_spaces.language_model.smoke import GROUPS, GROUPS_BY_KL_TYPE, make_a
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
 COLLAPSE = ("reward_variance_collapse", 0.09, 0.1)
-Anchor = Callable[[str, float], float]
 
 
 def list_smoke_arms(kl_types: Mapping[str, Iterable[str]]) -> dict[str, Mapping[str, object]]:
@@ -34,17 +33,14 @@ def compute_anchored_kl(kl_type: str, coefficient: float) -> float:
     return 0.01 if kl_type == "kl" else 0.01 / (1 + 300 * coefficient)
 
 
-def make_runs(
-    kl_types: Mapping[str, Iterable[str]], *, seeds: int = 1, steps: int = 20, anchor: Anchor = compute_anchored_kl
-) -> list[FakeRun]:
+def make_runs(kl_types: Mapping[str, Iterable[str]], *, seeds: int = 1, steps: int = 20) -> list[FakeRun]:
     """Make the runs of the grid.
 
     Runs with the largest entropy bonus collapse after three quarters of the steps. One run failed, one never ran.
     """
-    arm_settings = list_smoke_arms(kl_types)
     runs = [
-        _make_run(name, settings, seed, steps, anchor)
-        for name, settings in arm_settings.items()
+        _make_run(name, settings, seed, steps)
+        for name, settings in list_smoke_arms(kl_types).items()
         for seed in range(seeds)
     ]
     if len(runs) > 20:
@@ -53,7 +49,7 @@ def make_runs(
     return runs
 
 
-def _make_run(name: str, settings: Mapping[str, object], seed: int, steps: int, anchor: Anchor) -> FakeRun:
+def _make_run(name: str, settings: Mapping[str, object], seed: int, steps: int) -> FakeRun:
     kl, entropy = (float(str(settings[key])) for key in ("actor.kl_loss_coef", "actor.entropy_coeff"))
     ratio, has_no_task_gradient = (
         float(str(settings["filter.rollout_filter_value"])),
@@ -62,7 +58,7 @@ def _make_run(name: str, settings: Mapping[str, object], seed: int, steps: int, 
     noise = float(np.random.default_rng([seed, zlib.crc32(name.encode())]).normal())
     final_success = 0.35 if has_no_task_gradient else 0.5 + 0.1 * ratio - 4 * entropy + 0.02 * noise
     rows = {"entropy": 0.4 + 20 * entropy - 2 * kl, "reward_std": max(0.1, 2.5 - 60 * entropy)}
-    rows["kl_to_reference"] = anchor(str(settings["actor.kl_loss_type"]), kl) * math.exp(0.05 * noise)
+    rows["kl_to_reference"] = compute_anchored_kl(str(settings["actor.kl_loss_type"]), kl) * math.exp(0.05 * noise)
     run_fields = {
         "seed": seed,
         "success": (0.35, final_success),

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self, cast
 
@@ -210,13 +211,14 @@ class BaseRunConfig(SettingsSection):
             first, *others = (self.at_step(step).find_unread_settings() for step in self.scheduled_steps)
             return {name: advice for name, advice in first.items() if all(name in unread for unread in others)}
         unmet_conditions = [condition for condition in self.conditions if not condition.is_read(self)]
-        return {
+        names = tuple(flatten_settings(self.model_dump()))
+        # Reversed, so that the first condition that matches a name decides: a dict keeps the last value of a key.
+        advice = {
             name: condition.advice
-            for name in flatten_settings(self.model_dump())
-            # Reversed, so that the first condition that matches a name decides: a dict keeps the last value of a key.
             for condition in reversed(unmet_conditions)
-            if re.fullmatch(condition.settings, name)
+            for name in _find_matches(condition.settings, names)
         }
+        return {name: advice[name] for name in names if name in advice}
 
     def is_same_run(self, other: "BaseRunConfig") -> bool:
         """Check whether both configure the same run: they differ at most in number of steps, logging and placement.
@@ -246,6 +248,12 @@ class BaseRunConfig(SettingsSection):
         it the last digits of a row, but a study may continue on other GPUs than it started on.
         """
         return _hash_settings(self.dump_for_hash())
+
+
+@cache
+def _find_matches(pattern: str, names: tuple[str, ...]) -> list[str]:
+    """Find the names that a pattern matches. The arms of a study ask for the same ones."""
+    return [name for name in names if re.fullmatch(pattern, name)]
 
 
 def _find_entry(settings: object, name: str) -> Any:

@@ -212,8 +212,8 @@ def list_parts(config: BaseRunConfig) -> dict[str, PartName]:
 
 
 def _find_parts(value: object, name: str) -> Iterator[tuple[str, PartName]]:
-    if isinstance(value, Mapping | tuple | list):
-        for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
+    if isinstance(value, dict | tuple | list):
+        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _find_parts(entry, f"{name}.{key}" if name else str(key))
     elif (part := parse_part_name(value)) is not None:
         yield name, part

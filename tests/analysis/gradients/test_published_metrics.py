@@ -31,23 +31,23 @@ PUBLISHED = {
 }
 
 
-def test_published_keys_are_those_of_the_published_system(tmp_path: Path) -> None:
+def test_published_keys_are_those_of_the_published_system() -> None:
     fake_analysis = FakeAnalysis(51, components=ALL, buckets=2)
-    assert set(make_published_metrics(make_rows(tmp_path / "after", fake_analysis))) == PUBLISHED
+    assert set(make_published_metrics(make_rows(fake_analysis))) == PUBLISHED
     fake_analysis = replace(fake_analysis, prefilter=True)
     # Before the filter, the actor is not repeated.
     expected = {key.replace("grad_norm/", "grad_norm_prefilter/") for key in PUBLISHED if key.startswith("grad_norm/")}
     expected |= {"grad_analysis_prefilter/source_batch_size", "grad_analysis_prefilter/adjusted_batch_size"}
-    assert set(make_published_metrics(make_rows(tmp_path / "before", fake_analysis))) == expected
+    assert set(make_published_metrics(make_rows(fake_analysis))) == expected
     # A component that is off has no key.
-    metrics = make_published_metrics(make_rows(tmp_path / "off", AFTER, BEFORE))
+    metrics = make_published_metrics(make_rows(AFTER, BEFORE))
     assert not [key for key in metrics if key.endswith("/kl")]
     assert "grad_norm_prefilter/bucket_6/per_token/entropy" in metrics
     assert not any(math.isnan(value) for value in metrics.values())
 
 
-def test_published_values_are_those_of_the_rows_and_the_value_loss_is_only_in_the_total(tmp_path: Path) -> None:
-    metrics = make_published_metrics(make_rows(tmp_path, replace(AFTER, components=ALL), BEFORE))
+def test_published_values_are_those_of_the_rows_and_the_value_loss_is_only_in_the_total() -> None:
+    metrics = make_published_metrics(make_rows(replace(AFTER, components=ALL), BEFORE))
     rows = {(row["bucket"], row["component"]): row for row in replace(AFTER, components=ALL).make_line()["rows"]}
     assert metrics["grad_norm/bucket_3/task"] == rows["bucket_3", "task"]["norm"]
     assert metrics["grad_norm/bucket_3/per_sample/kl"] == rows["bucket_3", "kl"]["norm_per_sample"]
@@ -60,17 +60,17 @@ def test_published_values_are_those_of_the_rows_and_the_value_loss_is_only_in_th
     assert metrics["grad_analysis/source_batch_size"] == metrics["grad_analysis_prefilter/source_batch_size"] == 24 * 16
     assert (metrics["grad_analysis/uses_training_batch"], metrics["grad_analysis/empty_after_filter"]) == (0, 0)
     fake_analysis = FakeAnalysis(1, components=("task", "value"), buckets=1)
-    metrics = make_published_metrics(make_rows(tmp_path / "value", fake_analysis))
+    metrics = make_published_metrics(make_rows(fake_analysis))
     assert not [key for key in metrics if key.endswith("value")]
     losses = {(row["bucket"], row["component"]): row["loss"] for row in fake_analysis.make_line()["rows"]}
     assert metrics["actor/loss/total"] == losses["all", "total"]
     assert metrics["actor/loss/total"] != metrics["actor/loss/policy"]
 
 
-def test_a_filter_that_kept_nothing_has_a_key_that_says_so(tmp_path: Path) -> None:
+def test_a_filter_that_kept_nothing_has_a_key_that_says_so() -> None:
     empty_analysis = replace(AFTER, buckets=0)
-    both_metrics = make_published_metrics(make_rows(tmp_path / "both", BEFORE, empty_analysis))
-    empty_metrics = make_published_metrics(make_rows(tmp_path / "alone", empty_analysis))
+    both_metrics = make_published_metrics(make_rows(BEFORE, empty_analysis))
+    empty_metrics = make_published_metrics(make_rows(empty_analysis))
     values = (24, 16, 384, 0, 1, 0, 0, 0, 24, 0, 0)
     expected = {f"grad_analysis/{key}": value for key, value in zip(ANALYSIS_KEYS, values, strict=True)}
     assert empty_metrics == expected
@@ -79,13 +79,13 @@ def test_a_filter_that_kept_nothing_has_a_key_that_says_so(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("form", "has_critic"), [("gae", True), ("grpo", False)])
-def test_keys_say_what_is_skipped_or_not_recorded(tmp_path: Path, form: str, has_critic: bool) -> None:
-    rows = make_rows(tmp_path, replace(AFTER, source="probe")).assign(form=form)
+def test_keys_say_what_is_skipped_or_not_recorded(form: str, has_critic: bool) -> None:
+    rows = make_rows(replace(AFTER, source="probe")).assign(form=form)
     metrics = make_published_metrics(rows)
     assert (metrics["trainer/gradient_analysis_only"], metrics["actor/skipped_for_gradient_analysis_only"]) == (1, 1)
     assert ("critic/skipped_for_gradient_analysis_only" in metrics) == has_critic
     assert not [key for key in make_published_metrics(rows.assign(analysis_only=0)) if "analysis_only" in key]
-    rows = make_rows(tmp_path / "older", AFTER)
+    rows = make_rows(AFTER)
     older = {f"source_{name}" for name in ("env_groups", "group_size", "batch_size")}
     added_columns = ["empty_after_filter", "analysis_only", *(set(rows.filter(like="source_")) - older)]
     metrics = make_published_metrics(rows.assign(**dict.fromkeys(added_columns, math.nan)))

@@ -1,8 +1,11 @@
 """Tests of the tables of gradient analyses: complete grids, shares, lines, and trends compared with SciPy."""
 
 import math
+import os
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pandas as pd
@@ -12,6 +15,7 @@ from scipy import stats
 from analysis.data.frames import StudyFrames
 from analysis.data.load import read_study
 from analysis.gradients import tables as gradients
+from tests.conftest import TEMPORARY_ROOT_ENV
 from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_analyses, write_study
 
 STUDY = FakeStudy(total_steps=3, test_freq=2, levels=10)
@@ -31,8 +35,10 @@ def make_frames(output: Path, runs: list[tuple[FakeRun, list[FakeAnalysis]]]) ->
     return read_study(folder)
 
 
-def make_rows(output: Path, *analyses: FakeAnalysis) -> pd.DataFrame:
-    return make_frames(output, [(FakeRun("0", steps=3), list(analyses))]).gradients
+@cache
+def make_rows(*analyses: FakeAnalysis) -> pd.DataFrame:
+    with TemporaryDirectory(dir=os.environ.get(TEMPORARY_ROOT_ENV)) as folder:
+        return make_frames(Path(folder), [(FakeRun("0", steps=3), list(analyses))]).gradients
 
 
 @pytest.fixture
@@ -40,32 +46,32 @@ def generator() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
-def test_every_analysis_is_listed_and_none_gives_empty_tables(tmp_path: Path, generator: np.random.Generator) -> None:
+def test_every_analysis_is_listed_and_none_gives_empty_tables(generator: np.random.Generator) -> None:
     probe = FakeAnalysis(51, "probe", components=ALL, buckets=3)
-    table = gradients.make_analysis_table(make_rows(tmp_path, BEFORE, AFTER, probe))
+    table = gradients.make_analysis_table(make_rows(BEFORE, AFTER, probe))
     names = ["source", "step", "prefilter", "groups", "sequences", "buckets", "components"]
     assert table[names].to_numpy().tolist() == [
         ["train", 51, False, 24, 384, 6, "task, entropy"],
         ["train", 51, True, 24, 384, 6, "task, entropy"],
         ["probe", 51, False, 12, 192, 3, "task, entropy, kl"],
     ]
-    whole_batch = make_rows(tmp_path / "whole", AFTER)[lambda rows: rows["bucket"] == "all"]
+    whole_batch = make_rows(AFTER)[lambda rows: rows["bucket"] == "all"]
     assert gradients.make_analysis_table(whole_batch).empty
-    no_rows = make_rows(tmp_path / "none")
+    no_rows = make_rows()
     assert all(make_table(no_rows).empty for make_table in TABLES)
     assert gradients.compute_trends(no_rows, generator).empty
     assert gradients.summarize_trends(no_rows, generator).empty
 
 
-def test_the_grid_of_buckets_is_complete_and_in_order_and_says_what_is_off(tmp_path: Path) -> None:
-    table = gradients.make_bucket_table(make_rows(tmp_path, AFTER))
+def test_the_grid_of_buckets_is_complete_and_in_order_and_says_what_is_off() -> None:
+    table = gradients.make_bucket_table(make_rows(AFTER))
     assert len(table) == 6 * 4
     assert table["bucket"].drop_duplicates().to_list() == [f"bucket_{number}" for number in range(1, 7)]
     off = table[~table["on"]]
     assert set(off["component"]) == {"kl"}
     assert off[["norm", "norm_per_sample", "norm_per_token", "loss"]].isna().all(axis=None)
     assert table["reward_std_mean"].notna().all()
-    rows = make_rows(tmp_path / "many", FakeAnalysis(1, buckets=12), FakeAnalysis(51, buckets=3))
+    rows = make_rows(FakeAnalysis(1, buckets=12), FakeAnalysis(51, buckets=3))
     bucket_rows = gradients.select_buckets(rows.iloc[::-1])
     names = bucket_rows.loc[bucket_rows["step"] == 1, "bucket"].drop_duplicates().to_list()
     assert names == [f"bucket_{n}" for n in range(1, 13)]
@@ -77,11 +83,9 @@ def test_the_grid_of_buckets_is_complete_and_in_order_and_says_what_is_off(tmp_p
     ("components", "terms", "summed"),
     [(ALL, "KL + entropy", ["kl", "entropy"]), (("task", "entropy"), "entropy", ["entropy"]), (("task",), "", [])],
 )
-def test_the_summary_adds_the_terms_that_are_on(
-    tmp_path: Path, components: tuple[str, ...], terms: str, summed: list[str]
-) -> None:
+def test_the_summary_adds_the_terms_that_are_on(components: tuple[str, ...], terms: str, summed: list[str]) -> None:
     fake_analysis = FakeAnalysis(51, components=components)
-    table = gradients.make_summary_table(make_rows(tmp_path, fake_analysis))
+    table = gradients.make_summary_table(make_rows(fake_analysis))
     norms = {(row["bucket"], row["component"]): row["norm"] for row in fake_analysis.make_line()["rows"]}
     assert table["label"].to_list() == ["Q1", "Q2", "Q3", "Q4", "Q5", "Q6"]
     assert set(table["terms"]) == {terms}
@@ -93,9 +97,9 @@ def test_the_summary_adds_the_terms_that_are_on(
             assert math.isnan(row.regularizer)
 
 
-def test_steps_have_the_trained_batch_with_trusted_numbers_beside_the_published_norm(tmp_path: Path) -> None:
+def test_steps_have_the_trained_batch_with_trusted_numbers_beside_the_published_norm() -> None:
     empty_after_filter = FakeAnalysis(1, prefilter=True)
-    rows = make_rows(tmp_path, empty_after_filter, BEFORE, AFTER)
+    rows = make_rows(empty_after_filter, BEFORE, AFTER)
     table = gradients.make_steps_table(rows, [1, 51])
     assert table["step"].to_list() == [1] * 6 + [51] * 6
     assert table["prefilter"].to_list() == [True] * 6 + [False] * 6
@@ -103,17 +107,17 @@ def test_steps_have_the_trained_batch_with_trusted_numbers_beside_the_published_
         task_rows = [row for row in fake_analysis.make_line()["rows"] if row["component"] == "task"]
         reward_stds = [row["reward_std_mean"] for row in task_rows[:6]]
         assert table.loc[table["step"] == step, "reward_std_mean"].to_list() == reward_stds
-    rows = make_rows(tmp_path / "signal", BEFORE, AFTER)
+    rows = make_rows(BEFORE, AFTER)
     table = gradients.make_signal_table(rows)
     assert len(table) == len(rows)
     assert (table["norm"].dropna() > table["mean_norm"][table["norm"].notna()]).all()
-    table_of_few_folds = gradients.make_signal_table(make_rows(tmp_path / "few", replace(AFTER, folds=2)))
+    table_of_few_folds = gradients.make_signal_table(make_rows(replace(AFTER, folds=2)))
     assert table_of_few_folds["snr_low"].isna().all()
 
 
 @pytest.mark.parametrize("components", [("task",), ("task", "entropy"), ALL, (*ALL, "value")])
-def test_shares_sum_to_one(tmp_path: Path, components: tuple[str, ...]) -> None:
-    table = gradients.make_share_table(make_rows(tmp_path, FakeAnalysis(51, components=components)))
+def test_shares_sum_to_one(components: tuple[str, ...]) -> None:
+    table = gradients.make_share_table(make_rows(FakeAnalysis(51, components=components)))
     assert table["bucket"].to_list() == [f"bucket_{number}" for number in range(1, 7)]
     share_sums = table[["task", "regularizer", "value"]].fillna(0).sum(axis=1)
     assert share_sums.to_numpy() == pytest.approx(np.ones(6), rel=1e-12)
@@ -124,10 +128,10 @@ def test_shares_sum_to_one(tmp_path: Path, components: tuple[str, ...]) -> None:
 
 def test_lines_of_one_arm_are_its_steps_and_of_several_their_last_steps_and_every_probe(tmp_path: Path) -> None:
     steps = [FakeAnalysis(step) for step in range(1, 100, 7)]
-    rows = make_rows(tmp_path, *steps, FakeAnalysis(99, "probe"))
+    rows = make_rows(*steps, FakeAnalysis(99, "probe"))
     names = gradients.select_report_lines(rows)["line"].drop_duplicates().to_list()
     assert names == ["step 1", "step 22", "step 43", "step 57", "step 78", "step 99", "step 99, probe"]
-    lines_of_few_steps = gradients.select_report_lines(make_rows(tmp_path / "few", FakeAnalysis(1), BEFORE, AFTER))
+    lines_of_few_steps = gradients.select_report_lines(make_rows(FakeAnalysis(1), BEFORE, AFTER))
     assert lines_of_few_steps["line"].drop_duplicates().to_list() == ["step 1", "step 51"]
     assert len(lines_of_few_steps) == 3 * 7 * 3
     probe = FakeAnalysis(101, "probe")
@@ -146,9 +150,9 @@ def test_lines_of_one_arm_are_its_steps_and_of_several_their_last_steps_and_ever
 
 
 @pytest.mark.long
-def test_what_the_filter_left_empty_is_in_no_table(tmp_path: Path, generator: np.random.Generator) -> None:
+def test_what_the_filter_left_empty_is_in_no_table(generator: np.random.Generator) -> None:
     empty_analysis = replace(AFTER, buckets=0)
-    rows, rows_before = make_rows(tmp_path / "a", BEFORE, empty_analysis), make_rows(tmp_path / "b", BEFORE)
+    rows, rows_before = make_rows(BEFORE, empty_analysis), make_rows(BEFORE)
     assert len(rows) == len(rows_before) + 1
     pd.testing.assert_frame_equal(
         gradients.select_trained(rows).reset_index(drop=True), gradients.select_trained(rows_before)
@@ -160,8 +164,8 @@ def test_what_the_filter_left_empty_is_in_no_table(tmp_path: Path, generator: np
     assert len(gradients.compute_trends(rows, generator)) == len(gradients.compute_trends(rows_before, generator))
 
 
-def test_labels_are_the_buckets_own_numbers(tmp_path: Path) -> None:
-    rows = make_rows(tmp_path, replace(AFTER, mode="fixed_rv"))
+def test_labels_are_the_buckets_own_numbers() -> None:
+    rows = make_rows(replace(AFTER, mode="fixed_rv"))
     some = rows[~rows["bucket"].isin(["bucket_1", "bucket_4"])]
     for mode, prefix in (("fixed_rv", ""), ("quantile", "Q"), ("", "")):
         labels = gradients.make_summary_table(some.assign(bucket_mode=mode))["label"].to_list()
@@ -180,10 +184,10 @@ def test_labels_are_the_buckets_own_numbers(tmp_path: Path) -> None:
     ],
 )
 def test_the_interval_of_the_regularizer_is_that_of_its_term_or_of_the_remainder(
-    tmp_path: Path, components: tuple[str, ...], expected: str
+    components: tuple[str, ...], expected: str
 ) -> None:
     fake_analysis = FakeAnalysis(51, components=components)
-    table = gradients.make_share_table(make_rows(tmp_path, fake_analysis), "signal_share")
+    table = gradients.make_share_table(make_rows(fake_analysis), "signal_share")
     rows = {(row["bucket"], row["component"]): row for row in fake_analysis.make_line()["rows"]}
     for share in table.itertuples():
         numbers = [share.regularizer, share.regularizer_low, share.regularizer_high]
@@ -199,8 +203,8 @@ def test_the_interval_of_the_regularizer_is_that_of_its_term_or_of_the_remainder
 
 
 @pytest.mark.long
-def test_tables_of_figures_have_the_numbers_of_the_lines(tmp_path: Path) -> None:
-    rows = make_rows(tmp_path, BEFORE, AFTER)
+def test_tables_of_figures_have_the_numbers_of_the_lines() -> None:
+    rows = make_rows(BEFORE, AFTER)
     signal, share = gradients.make_signal_lines(rows), gradients.make_share_lines(rows)
     bucket_rows = [row for row in AFTER.make_line()["rows"] if row["bucket"] != "all"]
     expected_rows = [row for row in bucket_rows if row["component"] == "task"]
@@ -213,11 +217,11 @@ def test_tables_of_figures_have_the_numbers_of_the_lines(tmp_path: Path) -> None
     older_share = gradients.make_share_lines(rows.assign(**dict.fromkeys(("signal_share", "signal_share_low"), np.nan)))
     assert older_share.loc[~older_share["prefilter"], "value"].to_list() == [row["share"] for row in expected_rows]
     assert older_share["low"].isna().all()
-    assert gradients.make_share_lines(make_rows(tmp_path / "task", FakeAnalysis(components=("task",)))).empty
+    assert gradients.make_share_lines(make_rows(FakeAnalysis(components=("task",)))).empty
 
 
-def test_a_trend_has_spearmans_rho_an_exact_p_and_a_ratio(tmp_path: Path, generator: np.random.Generator) -> None:
-    rows = make_rows(tmp_path, BEFORE, AFTER)
+def test_a_trend_has_spearmans_rho_an_exact_p_and_a_ratio(generator: np.random.Generator) -> None:
+    rows = make_rows(BEFORE, AFTER)
     table = gradients.compute_trends(rows, generator)
     assert len(table) == 2 * 2 * 3
     for row in table.itertuples():
@@ -235,13 +239,13 @@ def test_a_trend_has_spearmans_rho_an_exact_p_and_a_ratio(tmp_path: Path, genera
     assert set(table["buckets"]) == {6}
     for buckets, lower, upper in ((6, [0, 1, 2], [3, 4, 5]), (5, [0, 1], [3, 4]), (2, [0], [1])):
         fake_analysis = FakeAnalysis(1, components=("task",), buckets=buckets)
-        rows = make_rows(tmp_path / str(buckets), fake_analysis)
+        rows = make_rows(fake_analysis)
         norms = [row["mean_norm"] for row in fake_analysis.make_line()["rows"] if row["component"] == "task"]
         table = gradients.compute_trends(rows, generator, ("mean_norm",))
         expected = np.mean([norms[index] for index in upper]) / np.mean([norms[index] for index in lower])
         assert table.loc[0, "ratio"] == pytest.approx(expected, rel=1e-12)
         assert math.isnan(gradients.compute_trends(rows, generator, ("signal",)).loc[0, "ratio"])
-    single_bucket_trends = gradients.compute_trends(make_rows(tmp_path / "one", FakeAnalysis(buckets=1)), generator)
+    single_bucket_trends = gradients.compute_trends(make_rows(FakeAnalysis(buckets=1)), generator)
     assert single_bucket_trends[["rho", "p", "ratio"]].isna().all(axis=None)
 
 
@@ -279,7 +283,7 @@ def test_a_trend_over_runs_is_the_mean_of_their_trends(tmp_path: Path, generator
     assert summary.loc["entropy", "rho"] == pytest.approx(entropy_rhos.mean(), rel=1e-12)
     half_width = stats.t.ppf(0.975, 2) * entropy_rhos.std(ddof=1) / math.sqrt(3)
     assert summary.loc["entropy", "rho_low"] == pytest.approx(max(entropy_rhos.mean() - half_width, -1), rel=1e-9)
-    rows = make_rows(tmp_path / "one", AFTER)
+    rows = make_rows(AFTER)
     single, together = (
         compute(rows, generator, ("norm",)) for compute in (gradients.compute_trends, gradients.summarize_trends)
     )

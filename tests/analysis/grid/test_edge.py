@@ -72,6 +72,16 @@ def frames(folder: Path) -> StudyFrames:
     return load(folder)
 
 
+@pytest.fixture(scope="module")
+def doses(frames: StudyFrames) -> pd.DataFrame:
+    return edge.summarize_doses(edge.make_run_table(frames))
+
+
+@pytest.fixture(scope="module")
+def edges(frames: StudyFrames) -> pd.DataFrame:
+    return edge.summarize_edges(frames)
+
+
 def index_edges(frames: StudyFrames) -> dict[str, dict[str, Any]]:
     return {row["line"]: row for row in to_records(edge.summarize_edges(frames))}
 
@@ -84,13 +94,15 @@ def make_counts(numbers: tuple[int, ...], num_seeds: int = 3) -> DoseCounts:
     return DoseCounts(np.log10(RATES), np.array(numbers, dtype=float), np.full(len(RATES), float(num_seeds)))
 
 
-def test_lines_are_the_settings_other_than_the_dose_whose_fractions_are_in_order(frames: StudyFrames) -> None:
+def test_lines_are_the_settings_other_than_the_dose_whose_fractions_are_in_order(
+    frames: StudyFrames, doses: pd.DataFrame
+) -> None:
     runs = edge.make_run_table(frames)
     assert dict(zip(runs["arm"].str[0], runs["line"], strict=True)) == NAMES
     assert sorted(runs["dose"].unique()) == sorted(RATES)
     counts = runs.groupby(["line", "dose"], sort=False)["collapsed"].sum()
     assert {line: tuple(counts[name]) for line, name in NAMES.items()} == COUNTS
-    doses = edge.summarize_doses(runs).set_index(["line", "dose"])
+    doses = doses.set_index(["line", "dose"])
     assert doses.loc[NAMES["b"], "fraction"].to_list() == pytest.approx([0, 0, 0, 1 / 3, 1])
     assert (doses["fraction_low"] <= doses["fraction"]).all()
     assert (doses["fraction_high"] >= doses["fraction"]).all()
@@ -105,8 +117,8 @@ def test_a_loss_of_half_the_success_counts_as_a_collapse_and_a_failed_run_not_at
     assert runs[-2].run_id not in set(table["run_id"])
 
 
-def test_the_edges_are_those_of_the_counts_and_separated_runs_say_so(frames: StudyFrames) -> None:
-    rows = index_edges(frames)
+def test_the_edges_are_those_of_the_counts_and_separated_runs_say_so(edges: pd.DataFrame) -> None:
+    rows = {row["line"]: row for row in to_records(edges)}
     for line in "abc":
         row, estimate = rows[NAMES[line]], estimate_edge(make_counts(COUNTS[line])).edge
         expected = [10**value for value in estimate[:3]]
@@ -245,8 +257,7 @@ def test_a_study_of_one_axis_has_one_line(tmp_path: Path) -> None:
     assert EDGE.when(SweepResults(frames))
 
 
-def test_the_figure_draws_its_tables(frames: StudyFrames) -> None:
-    doses, edges = edge.summarize_doses(edge.make_run_table(frames)), edge.summarize_edges(frames)
+def test_the_figure_draws_its_tables(doses: pd.DataFrame, edges: pd.DataFrame) -> None:
     chart = draw_edges(doses, edges, "learning rate")
     line, interval, _, band, bar, *ends, point, success, other_success = read_layers(chart)
     assert line.list("line", "fraction") == doses[["line", "fraction"]].to_numpy().tolist()
@@ -282,7 +293,7 @@ def test_the_figure_draws_its_tables(frames: StudyFrames) -> None:
 
 
 @pytest.mark.slow
-def test_the_report_has_the_edges_and_their_files(folder: Path, frames: StudyFrames) -> None:
+def test_the_report_has_the_edges_and_their_files(folder: Path, edges: pd.DataFrame) -> None:
     pages.write_report(folder)
     words = parse_page((folder / "report.html").read_text()).words
     assert "Where training breaks" in words
@@ -291,12 +302,10 @@ def test_the_report_has_the_edges_and_their_files(folder: Path, frames: StudyFra
     assert all(name in words for name in (*NAMES.values(), *CONTRASTS))
     written = {name: pd.read_csv(folder / "figures" / f"{name}.csv") for name in ("edge", "edge_shifts", "edge_doses")}
     assert all(len(table) for table in written.values())
-    edges = edge.summarize_edges(frames)["edge"].to_list()
-    assert written["edge"]["edge"].to_list() == pytest.approx(edges, nan_ok=True)
+    assert written["edge"]["edge"].to_list() == pytest.approx(edges["edge"].to_list(), nan_ok=True)
 
 
-def test_an_edge_beyond_the_axis_has_no_point(frames: StudyFrames) -> None:
-    doses, edges = edge.summarize_doses(edge.make_run_table(frames)), edge.summarize_edges(frames)
+def test_an_edge_beyond_the_axis_has_no_point(doses: pd.DataFrame, edges: pd.DataFrame) -> None:
     for place, points in ((doses["dose"].max(), 1), (doses["dose"].max() * 100, 0)):
         layers = read_layers(draw_edges(doses, edges.head(1).assign(edge=place), "learning rate"))
         assert [len(layer.rows) for layer in layers if layer.get_field("x") == "edge"] == [points]

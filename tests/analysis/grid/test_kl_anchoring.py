@@ -1,8 +1,7 @@
 """Tests of the report on k1 as a loss: it follows the runs in both directions, and says nothing without them."""
 
-from collections.abc import Mapping
+import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -14,18 +13,10 @@ from scipy import stats
 from analysis.data.frames import StudyFrames
 from analysis.data.load import load
 from analysis.grid import kl_anchoring
-from tests.fakes.grid_folders import Anchor, compute_anchored_kl, make_runs, make_study
-from tests.fakes.run_folders import write_study
+from tests.fakes.grid_folders import write_grid
 from tests.strategies.examples import draw_examples
 
-GROUPS = {"kl": ("5",), "mse": ("5",)}
 FALLS, RISES, MIXED = [4.0, 3.0, 2.0, 1.0], [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]
-
-
-def make_frames(
-    folder: Path, groups: Mapping[str, tuple[str, ...]], anchor: Anchor = compute_anchored_kl
-) -> StudyFrames:
-    return load(write_study(folder, make_runs(groups, anchor=anchor), make_study(levels=20)))
 
 
 def describe(table: pd.DataFrame) -> str:
@@ -34,9 +25,14 @@ def describe(table: pd.DataFrame) -> str:
 
 
 @pytest.fixture(scope="module")
-def kl_table(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
-    """The table of two forms at 16 points each. One run of k1 failed and one never ran."""
-    return kl_anchoring.make_kl_table(make_frames(tmp_path_factory.mktemp("anchor"), GROUPS))
+def frames(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
+    """Two forms at 16 points each. One run of k1 failed and one never ran."""
+    return load(write_grid(tmp_path_factory.mktemp("anchor"), {"kl": ("5",), "mse": ("5",)}, levels=20))
+
+
+@pytest.fixture(scope="module")
+def kl_table(frames: StudyFrames) -> pd.DataFrame:
+    return kl_anchoring.make_kl_table(frames)
 
 
 def test_the_table_has_the_measured_runs_and_their_correlations(kl_table: pd.DataFrame) -> None:
@@ -67,14 +63,13 @@ def test_the_fake_grid_shows_that_k1_does_not_anchor(kl_table: pd.DataFrame) -> 
     assert "Whether k1 and mse differ is open: the rank correlation" in words
 
 
-@pytest.mark.long
-def test_nothing_is_claimed_without_runs_of_k1(tmp_path: Path) -> None:
-    assert describe(kl_anchoring.make_kl_table(make_frames(tmp_path / "mse", {"mse": ("5",)}))) == ""
-    k1_alone = describe(kl_anchoring.make_kl_table(make_frames(tmp_path / "kl", {"kl": ("5",)})))
+def test_nothing_is_claimed_without_runs_of_k1(frames: StudyFrames, kl_table: pd.DataFrame) -> None:
+    assert describe(kl_table[kl_table["form"] == "mse"]) == ""
+    k1_alone = describe(kl_table[kl_table["form"] == "kl"])
     assert "No other KL loss has matching runs in this study" in k1_alone
-    unmeasured = make_frames(tmp_path / "none", {"kl": ("5",)}, lambda *_: float("nan"))
-    assert kl_anchoring.make_kl_table(unmeasured).empty
-    assert describe(kl_anchoring.make_kl_table(unmeasured)) == ""
+    unmeasured = kl_anchoring.make_kl_table(replace(frames, steps=frames.steps.assign(kl_to_reference=math.nan)))
+    assert unmeasured.empty
+    assert describe(unmeasured) == ""
 
 
 def make_table(rhos: dict[str, list[list[float]]], sets_per_seed: int = 1) -> pd.DataFrame:
@@ -141,8 +136,7 @@ def test_units_do_not_matter_and_a_reversed_order_flips_the_sign(sets: list[list
     assert reversed_trends["rho"].iloc[0] == pytest.approx(-trends["rho"].iloc[0])
 
 
-def test_a_setting_that_is_null_in_some_runs_tells_them_apart(tmp_path: Path) -> None:
-    frames = make_frames(tmp_path, {"mse": ("5",)})
+def test_a_setting_that_is_null_in_some_runs_tells_them_apart(frames: StudyFrames) -> None:
     without = kl_anchoring.make_kl_table(frames)
     is_first = frames.trials.index < len(frames.trials) / 2
     trials = frames.trials.assign(**{"config/trainer.ref_model_sync_steps": np.where(is_first, 10.0, np.nan)})

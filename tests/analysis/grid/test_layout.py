@@ -13,23 +13,11 @@ from analysis.data.load import load
 from analysis.grid import layout
 from analysis.grid.layout import compare_switch, list_switches
 from analysis.stats.noise import estimate_pooled_mean, fit_noise
-from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, list_smoke_arms, make_runs, make_study, write_grid
+from tests.fakes.grid_folders import ONE_TYPE, list_smoke_arms, make_runs, make_study, write_grid
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
 SMALL = FakeStudy(levels=20, total_steps=4, baseline="a")
 KL, ENTROPY, FILTER = "actor.kl_loss_coef", "actor.entropy_coeff", "filter.rollout_filter_value"
-
-
-@pytest.fixture(scope="module")
-def one_loss_frames(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
-    """The 68 arms of one KL loss."""
-    return load(write_grid(tmp_path_factory.mktemp("one"), ONE_TYPE, levels=20))
-
-
-@pytest.fixture(scope="module")
-def three_loss_frames(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
-    """The 164 arms of three KL losses."""
-    return load(write_grid(tmp_path_factory.mktemp("three"), ALL_TYPES, levels=20))
 
 
 def make_named_frames(folder: Path, arms: dict[str, dict[str, object]], **run_fields: Any) -> StudyFrames:

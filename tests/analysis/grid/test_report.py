@@ -10,8 +10,7 @@ import pytest
 
 from analysis.charts import chart as charts
 from analysis.charts.grid import draw_heat_maps
-from analysis.data.frames import to_records
-from analysis.data.load import load
+from analysis.data.frames import StudyFrames, to_records
 from analysis.grid import layout
 from analysis.report.grid import GRID, GRID_SECTIONS, format_cell, make_heat_map_table
 from analysis.report.page import render_page, view_sections
@@ -20,15 +19,13 @@ from analysis.report.section import Heading
 from analysis.report.sweep import LEARNING_CURVES, SWEEP_REPORT
 from tests.analysis.charts.specs import compute_luminance
 from tests.analysis.report.test_pages import parse_page
-from tests.fakes.grid_folders import ALL_TYPES, write_grid
 
 LEVELS = ["0", "0.001", "0.003", "0.01", "0.03"]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> SweepResults:
-    """The 164 arms of three KL losses."""
-    return SweepResults(load(write_grid(tmp_path_factory.mktemp("grid"), ALL_TYPES, levels=20)))
+def results(three_loss_frames: StudyFrames) -> SweepResults:
+    return SweepResults(three_loss_frames)
 
 
 def draw_figure(section: Any, index: int, results: SweepResults) -> dict[str, Any]:

@@ -63,20 +63,20 @@ def test_frames_without_a_folder_restore_nothing_and_selected_ones_keep_charts_a
 
 
 @pytest.mark.long
-def test_charts_name_the_arms_by_their_setting(frames: NotebookFrames) -> None:
-    for chart in (frames.plot.dose_response(), frames.plot.curves("entropy"), frames.plot.survival()):
+def test_charts_name_the_arms_by_their_setting_and_are_shown_without_network(frames: NotebookFrames) -> None:
+    survival = frames.plot.survival()
+    for chart in (frames.plot.dose_response(), frames.plot.curves("entropy"), survival):
         content = chart.to_dict()  # checks it against the schema of Vega-Lite
         arms = {row["arm"] for rows in content["datasets"].values() for row in rows if "arm" in row}
         assert arms == {"KL 0", "KL 0.1", "nofilter"}
         assert content["width"] == WIDTH
-
-
-@pytest.mark.long
-def test_a_notebook_shows_charts_without_network_and_the_sizes_of_all_tables(frames: NotebookFrames) -> None:
-    shown = frames.plot.survival()._repr_mimebundle_()
+    shown = survival._repr_mimebundle_()
     assert list(shown) == ["text/html"]
     assert not re.search(r"""(?:src|href)\s*=\s*["']https?://|https?://cdn""", shown["text/html"])
     assert "KL 0.1" in shown["text/html"]
+
+
+def test_a_notebook_shows_the_sizes_of_all_tables(frames: NotebookFrames) -> None:
     text = frames._repr_html_()
     assert f"<td>{frames.study.name}</td>" in text
     assert all(f"<code>{name}</code> {len(getattr(frames, name)):,}" in text for name in FRAME_NAMES)

@@ -16,7 +16,7 @@ from analysis.charts.chart import INK, POINT_COLOR, STOPPED_COLOR
 from analysis.data.frames import StudyFrames
 from analysis.data.load import load
 from analysis.report.page import format_plain_cell
-from analysis.report.pages import conclude, draw_figures, write_report
+from analysis.report.pages import conclude, write_frames_report, write_report
 from analysis.report.results import SweepResults
 from analysis.report.search import SEARCH, describe_search, make_complete_points, make_files
 from analysis.search.points import CENSORED_POINT, COMPLETE, FAILED, OPEN, find_best_point, make_points
@@ -199,10 +199,8 @@ def test_the_report_of_a_search_says_what_its_best_point_is_worth(frames: StudyF
     assert [row["point"] for row in rows][:2] == ["point-1 (front)", "default"]
     settings = ("lr", "use_kl_loss", "kl_loss_coef", "ppo_epochs")
     assert [rows[1][name] for name in settings] == ["0.0003", "False", "–", "1"]
-    names = {"search_history", "search_pareto"}
-    assert draw_figures(frames, names).keys() == names
-    parse_page(write_report(frames.folders[0]).read_text())
-    assert {f"{name}.png" for name in names} <= {path.name for path in (frames.folders[0] / "figures").iterdir()}
+    page = parse_page(write_frames_report(frames, frames.folders[0], with_pictures=False).read_text())
+    assert {"search_history-chart", "search_pareto-chart"} <= set(page.ids)
     short = conclude(replace(frames, study=replace(frames.studies[0], preset_steps=100_000))).sentences
     assert short[0].startswith("A short study: ")
     assert short[1] == sentence
@@ -244,7 +242,7 @@ def test_texts_from_a_foreign_folder_stay_text(tmp_path: Path) -> None:
     entry["space"][0]["name"] = evil
     points = {**POINTS, "point-1": {"actor.lr": evil, "actor.use_kl_loss": evil, evil: evil}}
     frames = make_frames(tmp_path, make_runs(), search=entry, points=points)
-    assert evil not in write_report(frames.folders[0]).read_text()
+    assert evil not in write_frames_report(frames, frames.folders[0], with_pictures=False).read_text()
 
 
 WRONG_SPACES: tuple[list[dict[str, Any]], ...] = (
