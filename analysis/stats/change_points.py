@@ -5,7 +5,6 @@ is reached at the end of the change. A sudden change is the shortest ramp. The m
 changes in different directions: select a section of it, or fix the direction.
 """
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -35,8 +34,6 @@ class Change(NamedTuple):
     before: float = NAN
     after: float = NAN
     """The two levels, in the unit of the series."""
-    noise: float = NAN
-    """Standard deviation of the residuals."""
     p: float = NAN
     """For the hypothesis that the series has no change."""
 
@@ -84,7 +81,6 @@ def find_change(steps: ArrayLike, values: ArrayLike, generator: np.random.Genera
         end=float(x[ends[best]]),
         before=float(before),
         after=float(before + after_minus_before),
-        noise=math.sqrt(float((residuals**2).sum()) / (len(y) - NUM_PARAMETERS)),
         p=(1 + num_extreme) / (1 + NUM_PERMUTATIONS),
     )
 

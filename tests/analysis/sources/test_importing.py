@@ -17,7 +17,6 @@ from tests.analysis.sources.logs import (
     write_verl_run,
 )
 from trainable.runs.records import IMPORTED_COLUMNS, STEP_COLUMNS
-from trainable.runs.study_record import SCHEMA, AxisRecord, StudyRecord
 
 COEFFICIENT = "actor_rollout_ref.actor.kl_loss_coef"
 
@@ -131,8 +130,7 @@ def test_the_frames_of_imported_logs_have_our_columns_and_theirs(tmp_path: Path)
     ]
     logs = [read_log(path) for path in paths]
     folder = tmp_path / "out/results/kl"
-    study = StudyRecord("kl", "", AxisRecord(), (), (), {}, schema=SCHEMA, family="imported")
-    import_logs(logs, name_runs(logs), folder, study, ())
+    import_logs(logs, name_runs(logs), folder, ())
     frames = load(folder)
     trials = frames.trials.set_index(["arm", "seed"])
     assert trials["late_val_success"].round(6).to_dict() == {
@@ -160,12 +158,11 @@ def test_a_log_without_a_success_is_asked_for_one(tmp_path: Path) -> None:
     path = write_verl_console(
         tmp_path / "a.log", make_settings(), [format_verl_step(1, {"critic/score/mean": 0.5, "actor/entropy": 1.0})]
     )
-    study = StudyRecord("s", "", AxisRecord(), (), (), {}, schema=SCHEMA, family="imported")
     log = read_log(path)
     with pytest.raises(LogError, match=r"--column val_success=NAME .* of critic/score/mean, actor/entropy"):
-        import_logs([log], name_runs([log]), tmp_path / "out", study, ())
+        import_logs([log], name_runs([log]), tmp_path / "out", ())
     assert not (tmp_path / "out").exists()
-    import_logs([log], name_runs([log]), tmp_path / "out", study, [parse_name("val_success", "critic/score/mean")])
+    import_logs([log], name_runs([log]), tmp_path / "out", [parse_name("val_success", "critic/score/mean")])
 
 
 @pytest.mark.parametrize(
