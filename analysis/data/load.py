@@ -104,10 +104,25 @@ def read_study(folder: Path | str, *, live: bool = False) -> StudyFrames:
 
     Raises:
         ValueError: there is no study.json, or a run.json or status.json is damaged.
+        UnsafePathError: the folder of a run is a symbolic link.
     """
     folder = Path(folder)
-    study = _read_study_file(folder)
-    return make_frames(study, _read_runs(folder, study, get_family(study), live), (Path(os.path.abspath(folder)),))
+    try:
+        study = read_record(StudyRecord, folder)
+    except FileNotFoundError:
+        raise ValueError(f"{folder} contains no study.json: give a results/<run> folder that a study wrote.") from None
+    STEP_PHASE.enter("reading rows")
+    check_path(folder, folder / "runs")
+    # A listed run without a folder never ran. A folder missing from study.json is read too, so that no result is lost.
+    entries = {entry.run_id: entry for entry in study.runs}
+    run_ids_on_disk = sorted(path.name for path in (folder / "runs").glob("*") if path.is_dir())
+    runs = [
+        _read_run_files(
+            folder / "runs" / run_id, entries.get(run_id) or RunEntry(run_id), study, get_family(study), live
+        )
+        for run_id in STEP_PHASE.track(list(dict.fromkeys((*entries, *run_ids_on_disk))), "run")
+    ]
+    return make_frames(study, runs, (Path(os.path.abspath(folder)),))
 
 
 def make_frames(study: StudyRecord, study_runs: Iterable[RunFiles], folders: tuple[Path, ...]) -> StudyFrames:
@@ -142,29 +157,6 @@ def make_frames(study: StudyRecord, study_runs: Iterable[RunFiles], folders: tup
         frames[name] = _make_frame(rows, schemas[name])
     typed_frames = {name: cast_frame(frame, schemas[name]) for name, frame in frames.items()}
     return StudyFrames(**typed_frames, study=study, folders=folders)
-
-
-def _read_study_file(folder: Path) -> StudyRecord:
-    try:
-        return read_record(StudyRecord, folder)
-    except FileNotFoundError:
-        raise ValueError(f"{folder} contains no study.json: give a results/<run> folder that a study wrote.") from None
-
-
-def _read_runs(folder: Path, study: StudyRecord, family: Family, live: bool) -> list[RunFiles]:
-    """Read every run that is listed in study.json or has a folder.
-
-    A listed run without a folder never ran. A folder missing from study.json is read too, so that no result is lost.
-    Raises UnsafePathError if the folder of a run is a symbolic link.
-    """
-    STEP_PHASE.enter("reading rows")
-    check_path(folder, folder / "runs")
-    entries = {entry.run_id: entry for entry in study.runs}
-    run_ids_on_disk = sorted(path.name for path in (folder / "runs").glob("*") if path.is_dir())
-    return [
-        _read_run_files(folder / "runs" / run_id, entries.get(run_id) or RunEntry(run_id), study, family, live)
-        for run_id in STEP_PHASE.track(list(dict.fromkeys((*entries, *run_ids_on_disk))), "run")
-    ]
 
 
 def _read_run_files(folder: Path, entry: RunEntry, study: StudyRecord, family: Family, live: bool) -> RunFiles:

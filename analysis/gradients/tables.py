@@ -247,7 +247,12 @@ def compute_trends(
     for names, points in _make_points(gradients, measures).groupby(keys, sort=False):
         x, y = points["reward_std"], points["value"]
         trend = spearman_trend(x, y, np.zeros(len(points)), generator, NUM_PERMUTATIONS)
-        rows.append((*names, trend.n, trend.value, trend.p, _compute_half_ratio(points)))
+        values = points.sort_values("reward_std", kind="stable")["value"].to_numpy()
+        half, ratio = len(values) // 2, math.nan  # with an odd number the middle bucket is in neither half
+        # A ratio of values that may be negative is meaningless.
+        if half and names[-1] != "signal" and (lower := values[:half].mean()) > 0:
+            ratio = float(values[-half:].mean() / lower)
+        rows.append((*names, trend.n, trend.value, trend.p, ratio))
     return pd.DataFrame(rows, columns=[*keys, "buckets", "rho", "p", "ratio"])
 
 
@@ -262,16 +267,6 @@ def _make_points(gradients: pd.DataFrame, measures: Sequence[str]) -> pd.DataFra
         for name in measures
     ]
     return pd.concat(measure_points, ignore_index=True).dropna(subset=["reward_std", "value"])
-
-
-def _compute_half_ratio(points: pd.DataFrame) -> float:
-    values = points.sort_values("reward_std", kind="stable")["value"].to_numpy()
-    half = len(values) // 2  # with an odd number the middle bucket is in neither half
-    # A ratio of values that may be negative is meaningless.
-    if half == 0 or (points["measure"] == "signal").any():
-        return math.nan
-    lower, upper = float(values[:half].mean()), float(values[-half:].mean())
-    return upper / lower if lower > 0 else math.nan
 
 
 def summarize_trends(

@@ -15,7 +15,7 @@ from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
 from analysis.grid.layout import label_value, select_settings
 from analysis.stats.dose_response import DoseCounts, EdgeEstimate, count_events, estimate_edge, estimate_shift
-from analysis.stats.estimates import Estimate, Floats, wilson_interval
+from analysis.stats.estimates import Estimate, wilson_interval
 from analysis.sweep.collapse import find_run_ends
 from analysis.sweep.contrasts import read_contrasts
 from trainable.config.aliases import shorten_setting
@@ -211,28 +211,17 @@ def _compare_lines(runs: pd.DataFrame, reference: pd.DataFrame, generator: np.ra
             notes.append(f"no run of {name} collapsed")
         elif (side.num_events == side.num_runs).all():
             notes.append(f"every run of {name} collapsed")
-    return row | {
-        **make_estimate_columns("shift", shift),
-        "p": _exchange_lines(pairs.groupby("seed")[columns].sum().to_numpy(dtype=float), generator),
-        "note": "; ".join(filter(None, notes)),
-    }
+    if num_seeds >= MIN_SEEDS_OF_EDGE:
+        from scipy import stats
 
-
-def _exchange_lines(num_collapses: Floats, generator: np.random.Generator) -> float:
-    """Test the difference between two lines in collapses (seeds, 2) by swapping the lines within each seed.
-
-    Returns p, or NaN with a single seed.
-    """
-    if len(num_collapses) < MIN_SEEDS_OF_EDGE:
-        return math.nan
-    from scipy import stats
-
-    result = stats.permutation_test(
-        num_collapses.T,
-        lambda first, second, axis: np.sum(first - second, axis=axis),
-        permutation_type="samples",
-        vectorized=True,
-        n_resamples=9999,
-        rng=generator,
-    )
-    return float(result.pvalue)
+        # Swaps the two lines within each seed.
+        test = stats.permutation_test(
+            pairs.groupby("seed")[columns].sum().to_numpy(dtype=float).T,
+            lambda first, second, axis: np.sum(first - second, axis=axis),
+            permutation_type="samples",
+            vectorized=True,
+            n_resamples=9999,
+            rng=generator,
+        )
+        row["p"] = float(test.pvalue)
+    return row | {**make_estimate_columns("shift", shift), "note": "; ".join(filter(None, notes))}

@@ -201,10 +201,15 @@ def write_index(output: Path | str) -> Path:
     output = Path(output)
     folders = find_study_folders(output)
     study_frames = [load(folder) for folder in folders]
-    views = [
-        _view_study(frames, os.path.relpath(folder / "report.html", output))
-        for folder, frames in zip(folders, study_frames, strict=True)
-    ]
+    views = []
+    for folder, frames in zip(folders, study_frames, strict=True):
+        report, study = find_report(frames), frames.studies[0]
+        results = report.make_results(layout.name_arms(frames))
+        heading, table = make_heading(report, results), _find_verdict_table(report, results)
+        remarks = (f"**{remark}**" for remark in heading.remarks)
+        words = [f"**{heading.title}**", heading.over, *remarks, *heading.lead]
+        tables, link = [table] if table else [], os.path.relpath(folder / "report.html", output)
+        views.append(SectionView(f"study-{study.run}", study.name, words, tables=tables, link=link))
     frames = concat_studies(study_frames)
     # Families with the same report share the sections of an index.
     reports = dict.fromkeys(family.report for family in frames.families)
@@ -215,20 +220,6 @@ def write_index(output: Path | str) -> Path:
     views += view_sections(sections, frames, with_charts=None)
     views += [SectionView("consistency", "Consistency of equal runs", [*pairs, note])]
     return write_page(output / "index.html", render_page(Heading("", title), views))
-
-
-def _view_study(frames: StudyFrames, link: str) -> SectionView:
-    """View a study in an index: what it asks and concludes, and its verdicts."""
-    report = find_report(frames)
-    results = report.make_results(layout.name_arms(frames))
-    heading, study, table = make_heading(report, results), frames.studies[0], _find_verdict_table(report, results)
-    return SectionView(
-        f"study-{study.run}",
-        study.name,
-        [f"**{heading.title}**", heading.over, *(f"**{remark}**" for remark in heading.remarks), *heading.lead],
-        tables=[table] if table else [],
-        link=link,
-    )
 
 
 def list_consistency(frames: StudyFrames) -> list[str]:

@@ -1,9 +1,7 @@
 """Read tables with a row per step: CSV and TSV, as pandas, spreadsheets and trackers write them."""
 
 import csv
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from analysis.sources.logs import LogError, RunLog
 from analysis.sources.steps import STEP_KEYS, Roles, find_step_key, make_logs
@@ -38,7 +36,10 @@ def read_csv(path: Path, content: bytes, roles: Roles) -> list[RunLog]:
     except csv.Error as error:
         raise LogError(f"{path} is no table that can be read: {error} in line {reader.line_num}.") from None
     entries = [(line, {name: _parse(cells[name]) for name in names if cells[name].strip()}) for line, cells in table]
-    return make_logs(path, "table", entries, _find_settings([entry for _, entry in entries], names), roles)
+    values = {name: {row.get(name) for _, row in entries} for name in names}
+    settings = {name: texts.pop() for name, texts in values.items() if len(texts) == 1}
+    settings = {name: text for name, text in settings.items() if isinstance(text, str)}
+    return make_logs(path, "table", entries, settings, roles)
 
 
 def _parse(cell: str) -> float | str:
@@ -48,13 +49,3 @@ def _parse(cell: str) -> float | str:
         return float(cell)
     except ValueError:
         return cell
-
-
-def _find_settings(rows: list[Mapping[str, Any]], names: list[str]) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    for name in names:
-        values = {row.get(name) for row in rows}
-        value = values.pop() if len(values) == 1 else None
-        if isinstance(value, str):
-            settings[name] = value
-    return settings

@@ -174,27 +174,22 @@ def _compare_to_baseline(
     # A test at every look has no standard error to which the variance of levels could be added.
     level_variance = math.nan if outcomes.num_comparisons else level_variance
     half_width = special.stdtrit(row["df"], 0.975) * math.sqrt(row["se"] ** 2 + level_variance)
+    p_stopped = math.nan
+    # Fisher's test is not valid at several looks either.
+    if arm != baseline and not row["equal_rows"] and not outcomes.num_comparisons:
+        from scipy import stats
+
+        stops = [compare.find_failed_stops(rows) for rows in (runs, baseline_runs)]
+        counts = [[int(is_stopped.sum()), int((~is_stopped).sum())] for is_stopped in stops]
+        if all(map(sum, counts)) and (counts[0][0] or counts[1][0]):
+            p_stopped = float(stats.fisher_exact(counts).pvalue)
     return {
         **row,
         "levels_low": float(np.maximum(row["difference"] - half_width, -1.0)),
         "levels_high": float(np.minimum(row["difference"] + half_width, 1.0)),
         "baseline_failed": bool(len(baseline_runs)) and bool(compare.find_failed_stops(baseline_runs).all()),
-        # Fisher's test is not valid at several looks either.
-        "p_stopped": math.nan
-        if arm == baseline or row["equal_rows"] or outcomes.num_comparisons
-        else _compare_stops(runs, baseline_runs),
+        "p_stopped": p_stopped,
     }
-
-
-def _compare_stops(runs: pd.DataFrame, baseline_runs: pd.DataFrame) -> float:
-    """Test (Fisher's exact test) if rules stop as many runs of the arm as of the baseline; NaN without stops."""
-    from scipy import stats
-
-    stops = [compare.find_failed_stops(rows) for rows in (runs, baseline_runs)]
-    counts = [[int(is_stopped.sum()), int((~is_stopped).sum())] for is_stopped in stops]
-    if not all(map(sum, counts)) or counts[0][0] == counts[1][0] == 0:
-        return math.nan
-    return float(stats.fisher_exact(counts).pvalue)
 
 
 def make_run_outcomes(frames: StudyFrames) -> pd.DataFrame:

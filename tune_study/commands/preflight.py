@@ -86,7 +86,15 @@ def start_studies(
         for game in resources.load_game_requirements(plan):
             game.check(plan)
         check_level_seeds(plan)
-        _check_context(plan)
+        for config in plan.ppo_configs:
+            shape, length = read_model_shape(config.model.path, os.environ), config.rollout.response_length
+            # Replies could fill the context and leave no token for a prompt.
+            if shape is not None and shape.max_position_embeddings and shape.max_position_embeddings <= length:
+                raise PlanError(
+                    f"rollout.response_length={length}: the context of {config.model.path} has "
+                    f"{shape.max_position_embeddings} tokens for prompts and replies",
+                    "set a shorter rollout.response_length",
+                )
 
     def run_study(study: PreparedStudy, suite: SuiteContext | None = None) -> int:
         """Run a prepared study and return its exit code (see `execute_study`)."""
@@ -162,18 +170,6 @@ def choose_wandb(options: LaunchRequest, plan: StudyPlan) -> WandbTarget:
             remedy = "type `wandb login`, set WANDB_API_KEY, or log with --wandb offline and upload later"
             raise PlanError(f"--wandb online needs a login, and W&B says: {problem}", remedy)
     return WandbTarget(cast(WandbMode, mode), project)
-
-
-def _check_context(plan: StudyPlan) -> None:
-    """Raise PlanError if replies could fill the context of the model and leave no token for a prompt."""
-    for config in plan.ppo_configs:
-        shape, length = read_model_shape(config.model.path, os.environ), config.rollout.response_length
-        if shape is not None and shape.max_position_embeddings and shape.max_position_embeddings <= length:
-            raise PlanError(
-                f"rollout.response_length={length}: the context of {config.model.path} has "
-                f"{shape.max_position_embeddings} tokens for prompts and replies",
-                "set a shorter rollout.response_length",
-            )
 
 
 def make_plans_that_fit(
@@ -316,7 +312,17 @@ def _check_machine(launch: Launch) -> PreparedStudy:
     for game in resources.load_game_requirements(plan):
         if shortage := game.explain_shortage(plan):
             raise MisfitError(shortage)
-    _check_files(plan)
+    # Seeds share their files: one configuration per arm is enough.
+    family = plan.study.family
+    for arm_config in {spec.arm: spec.config for spec in plan.runs}.values():
+        arm_settings = flatten_settings(arm_config.model_dump())
+        for setting in list_outside_settings(family.config_class, "file"):
+            if arm_settings[setting] is not None:
+                check_file(setting, arm_settings[setting])
+        # Of other families; `_list_models` has the models of language models.
+        loads_models = plan.model is None and family.get_model_path(arm_config)
+        for setting in list_outside_settings(family.config_class, "model") if loads_models else ():
+            check_model(arm_settings[setting], os.environ, option=f"--set {setting}=")
     for path, option in _list_models(plan):
         check_model(path, os.environ, plan.ppo_config.model.chat_format, option)
     for config in plan.ppo_configs:
@@ -328,23 +334,6 @@ def _check_machine(launch: Launch) -> PreparedStudy:
         n_runs = study.resource_plan.max_concurrent * plan.max_runs_per_trial
         disk.check_scratch("This machine", measure_scratch_space(), n_runs, study.disk_budget.scratch_bytes, remedy)
     return study
-
-
-def _check_files(plan: StudyPlan) -> None:
-    """Raise PlanError if a file, a folder or a model that a study of another family loads is missing.
-
-    `_list_models` has the models of the others.
-    """
-    family = plan.study.family
-    # Seeds share their files: one configuration per arm is enough.
-    for config in {spec.arm: spec.config for spec in plan.runs}.values():
-        arm_settings = flatten_settings(config.model_dump())
-        for setting in list_outside_settings(family.config_class, "file"):
-            if arm_settings[setting] is not None:
-                check_file(setting, arm_settings[setting])
-        loads_models = plan.model is None and family.get_model_path(config)
-        for setting in list_outside_settings(family.config_class, "model") if loads_models else ():
-            check_model(arm_settings[setting], os.environ, option=f"--set {setting}=")
 
 
 def _check_cluster(launch: Launch, nodes: tuple[Node, ...]) -> PreparedStudy:

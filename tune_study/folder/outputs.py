@@ -64,6 +64,13 @@ def make_run_entry(spec: RunSpec) -> RunEntry:
 def make_study_record(plan: StudyPlan) -> StudyRecord:
     """Make study.json as it is before the first start: the request and the runs. Raises ValidationError."""
     study, axis = plan.study, plan.study.axis
+    # Without pairs of arms that only other presets have.
+    arms = {*plan.values, *study.get_grid(plan.preset)}
+    pairs_by_name = {name: [pair for pair in pairs if {*pair} <= arms] for name, pairs in study.contrasts.items()}
+    contrasts = [DeclaredContrast(name, tuple(pairs)) for name, pairs in pairs_by_name.items() if pairs]
+    interactions = [
+        DeclaredContrast(name, tuple(pairs), needs_all_pairs=True) for name, pairs in study.interactions.items()
+    ]
     return StudyRecord(
         schema=SCHEMA,
         name=study.name,
@@ -76,7 +83,7 @@ def make_study_record(plan: StudyPlan) -> StudyRecord:
         baseline=plan.baseline or "",
         outcomes=tuple(outcome.column for outcome in study.family.outcomes if outcome.is_compared),
         margins={**study.family.margins, **study.margins},
-        contrasts=_list_contrasts(plan),
+        contrasts=(*contrasts, *interactions),
         seeds=tuple(plan.seeds),
         extra_seeds={value: tuple(seeds) for value, seeds in plan.extra_seeds.items()},
         planned_seeds=len(plan.seeds),
@@ -95,19 +102,6 @@ def make_study_record(plan: StudyPlan) -> StudyRecord:
         points={arm: {name: str(text) for name, text in settings.items()} for arm, settings in plan.points.items()},
         declaration=None if plan.source is None else plan.source.record,
         code=tuple(SourceFile(file.path, file.sha256, file.text) for file in plan.code),
-    )
-
-
-def _list_contrasts(plan: StudyPlan) -> tuple[DeclaredContrast, ...]:
-    """List the study's declared contrasts, without pairs of arms that only other presets have."""
-    arms = {*plan.values, *plan.study.get_grid(plan.preset)}
-    pairs_by_name = {name: [pair for pair in pairs if {*pair} <= arms] for name, pairs in plan.study.contrasts.items()}
-    return (
-        *(DeclaredContrast(name, tuple(pairs)) for name, pairs in pairs_by_name.items() if pairs),
-        *(
-            DeclaredContrast(name, tuple(pairs), needs_all_pairs=True)
-            for name, pairs in plan.study.interactions.items()
-        ),
     )
 
 
@@ -141,9 +135,10 @@ def write_study(plan: StudyPlan) -> list[str]:
         run_dir = plan.get_run_dir(spec.run_id)
         write_record(run_dir, RunRecord(**asdict(make_run_entry(spec)), config=spec.config.model_dump(mode="json")))
         write_record(run_dir, status)
+    program = Path(sys.argv[0]).name
     start = Start(
         at=make_timestamp(),
-        command=format_command_line(),
+        command=format_command(*sys.argv[1:], program=PROGRAM if program == "__main__.py" else program),
         versions=read_versions(),
         git=read_git_state(Path(__file__).parent),
         declaration=None if plan.source is None else plan.source.record.sha256,
@@ -246,12 +241,6 @@ def read_git_state(folder: Path) -> Git | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return Git(commit.strip(), bool(changes.strip()))
-
-
-def format_command_line() -> str:
-    """Format the current command as it can be typed again, quoted for a shell."""
-    name = Path(sys.argv[0]).name
-    return format_command(*sys.argv[1:], program=PROGRAM if name == "__main__.py" else name)
 
 
 def check_writable(output: Path, option: str = "--output", advice: str = "type another folder") -> None:

@@ -9,7 +9,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -105,13 +105,6 @@ def query_gpu_processes() -> tuple[GpuProcess, ...]:
     """Ask nvidia-smi for the visible processes that use GPU memory."""
     rows = query_nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory", 3, number=1) or []
     return tuple(GpuProcess(uuid, int(pid), int(used) if used.isdecimal() else 0) for uuid, pid, used in rows)
-
-
-def format_processes(processes: Sequence[GpuProcess]) -> str:
-    """Format the processes that use a GPU's memory, each with its amount if that is known."""
-    sizes = [f" ({process.used_mib / 1024:.1f} GiB)" if process.used_mib else "" for process in processes]
-    descriptions = [f"{process.pid}{size}" for process, size in zip(processes, sizes, strict=True)]
-    return f"used by PID {', '.join(descriptions)}" if descriptions else "used by processes that are not visible here"
 
 
 @contextmanager

@@ -200,11 +200,16 @@ def check_memory(memory: MemoryPlan, plan: StudyPlan, gpus: Sequence[Gpu]) -> No
         available_mib = gpu_memory[gpu.uuid].free_mib
         available_mib += sum(holder.used_mib for holder in holders if holder.pid in ending_pids)
         if available_mib * 2**20 < needed_bytes:
-            others = machine_checks.format_processes([holder for holder in holders if holder.pid not in ending_pids])
+            others = ", ".join(
+                f"{holder.pid}{f' ({holder.used_mib / 1024:.1f} GiB)' if holder.used_mib else ''}"
+                for holder in holders
+                if holder.pid not in ending_pids
+            )
+            users = f"PID {others}" if others else "processes that are not visible here"
             raise MisfitError(
                 f"GPU {gpu.id} has {available_mib / 1024:.1f} GiB free and the runs on it need "
-                f"{format_gib(needed_bytes)} GiB; its memory is {others}. End these processes if they are orphans, "
-                "wait until they end, or choose other GPUs with --gpus."
+                f"{format_gib(needed_bytes)} GiB; its memory is used by {users}. End these processes if they are "
+                "orphans, wait until they end, or choose other GPUs with --gpus."
             )
 
 

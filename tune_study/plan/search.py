@@ -110,8 +110,16 @@ def _parse(text: str, family: Family) -> list[Dimension]:
                 f"--vary {format_value(text)} has a condition and lacks a value: type it like {_CONDITION_EXAMPLE}."
             )
         condition = resolve_key(condition_key, family.config_class), condition_value
-    if not sign:
-        return _find_declared(text, setting, family)
+    if not sign:  # the dimensions that the family declares for the setting, and those on which they depend
+        own = [dimension for dimension in family.search_space if dimension.setting == setting]
+        if not own:
+            names = ", ".join(dict.fromkeys(dimension.setting for dimension in family.search_space)) or "none"
+            raise PlanError(
+                f"--vary {format_value(text)} has no values, and only these settings have some of their own: {names}. "
+                f"Type {EXAMPLES}, or similar."
+            )
+        settings = {setting, *(dimension.condition[0] for dimension in own if dimension.condition)}
+        return [dimension for dimension in family.search_space if dimension.setting in settings]
     # The name of a plug-in has a colon as well, but a choice has at least one comma.
     if ":" in values_text and "," not in values_text:
         return [replace(_parse_interval(text, setting, values_text), condition=condition)]
@@ -122,19 +130,6 @@ def _parse(text: str, family: Family) -> list[Dimension]:
             "similar."
         )
     return [Dimension(setting, values=values, condition=condition)]
-
-
-def _find_declared(text: str, setting: str, family: Family) -> list[Dimension]:
-    """Find the dimensions that the family declares for a setting, and those on which they depend."""
-    dimensions = [dimension for dimension in family.search_space if dimension.setting == setting]
-    if not dimensions:
-        names = ", ".join(dict.fromkeys(dimension.setting for dimension in family.search_space)) or "none"
-        raise PlanError(
-            f"--vary {format_value(text)} has no values, and only these settings have some of their own: {names}. Type "
-            f"{EXAMPLES}, or similar."
-        )
-    settings = {setting, *(dimension.condition[0] for dimension in dimensions if dimension.condition)}
-    return [dimension for dimension in family.search_space if dimension.setting in settings]
 
 
 def _parse_interval(text: str, setting: str, values_text: str) -> Dimension:
