@@ -184,7 +184,11 @@ def make_plans_that_fit(
     their rank, also as 0 for none. If adapters do not fit either, preset laptop replaces the default preset, unless the
     user chose GPUs, or a setting that suits only certain GPUs.
     """
-    preset, reason = resources.choose_preset(request.preset, visible_gpus)
+    preset, reason = "laptop", "no CUDA GPU is visible"
+    if request.preset is not None:
+        preset, reason = request.preset, "set by --preset"
+    elif visible_gpus:
+        preset, reason = "paper", f"a CUDA GPU is visible ({visible_gpus[0].name})"
     plans = make_plans(ChosenPreset(preset, reason))
     if options.address is not None:  # the GPUs of a cluster are not known here
         return plans

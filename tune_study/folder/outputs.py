@@ -157,7 +157,15 @@ def write_study(plan: StudyPlan) -> list[str]:
     remember_origin(plan)
     # Written last, so that study.json exists only together with every run.json and status.json.
     write_record(plan.folder, record)
-    return find_changed_code(*record.starts[-2:]) if len(record.starts) > 1 else []
+    old, new = (
+        {
+            **state.versions,
+            "commit": None if state.git is None else state.git.commit,
+            "declaration": str(state.declaration)[:12],
+        }
+        for state in (record.starts[-2:][0], start)
+    )
+    return [f"{name}: {old.get(name)} -> {new.get(name)}" for name in new | old if old.get(name) != new.get(name)]
 
 
 def _keep_history(plan: StudyPlan, previous: StudyRecord, record: StudyRecord) -> StudyRecord:
@@ -207,19 +215,6 @@ def record_look(plan: StudyPlan, statuses: Iterable[StatusRecord]) -> None:
         return
     look = Look(make_timestamp(), len(ended), num_seeds, steps)
     write_record(plan.folder, replace(study, looks=(*study.looks, look)))
-
-
-def find_changed_code(previous_start: Start, current_start: Start) -> list[str]:
-    """List as `name: old -> new` what differs between two starts: packages, commit, and the declaration in a file."""
-    old, new = (
-        {
-            **start.versions,
-            "commit": None if start.git is None else start.git.commit,
-            "declaration": str(start.declaration)[:12],
-        }
-        for start in (previous_start, current_start)
-    )
-    return [f"{name}: {old.get(name)} -> {new.get(name)}" for name in new | old if old.get(name) != new.get(name)]
 
 
 def read_git_state(folder: Path) -> Git | None:

@@ -54,15 +54,6 @@ def load_game_requirements(plan: StudyPlan) -> list[GameRequirements]:
     return [resolve_name(name) for name in {config.env.kind.requirements for config in plan.ppo_configs} if name]
 
 
-def choose_preset(requested_preset: str | None, gpus: tuple[Gpu, ...]) -> tuple[str, str]:
-    """Return (preset, reason): --preset, or without it paper if a GPU is visible and else laptop."""
-    if requested_preset is not None:
-        return requested_preset, "set by --preset"
-    if gpus:
-        return "paper", f"a CUDA GPU is visible ({gpus[0].name})"
-    return "laptop", "no CUDA GPU is visible"
-
-
 def parse_gpus(text: str) -> tuple[str, ...]:
     """Parse --gpus: distinct whole numbers without leading zeros. Raises PlanError for others."""
     ids = tuple(entry.strip() for entry in text.split(","))
