@@ -178,6 +178,15 @@ def _read_run_files(folder: Path, entry: RunEntry, study: StudyRecord, family: F
     for note in history.notes:
         _warn(note)
     files = {name: lines.records for name, lines in history.lines.files.items()}
+    # No run depends on probes, so damaged lines are skipped. Rows state how many lines the other files must have, but
+    # nothing does for probes: only an unfinished line shows.
+    path, probes = folder / PROBES_FILE, Lines(())
+    try:
+        probes = read_lines(path)
+    except OSError as error:
+        _warn(f"{error}.")
+    if numbers := sorted((*probes.damaged_numbers, *probes.unchecked_numbers)):
+        _warn(f"{path} does not match its checksums at line {numbers[0]}.")
     return RunFiles(
         header=header,
         rows=[parse_step_row(row, family) for row in history.rows],
@@ -185,7 +194,7 @@ def _read_run_files(folder: Path, entry: RunEntry, study: StudyRecord, family: F
         analyses=[
             *select_lines(files[GRADIENTS_FILE], get_analysis_key),
             # Probes read checkpoints in any order: an earlier step does not invalidate later ones.
-            *select_lines(_read_probes(folder / PROBES_FILE).records, get_analysis_key, drop_rolled_back=False),
+            *select_lines(probes.records, get_analysis_key, drop_rolled_back=False),
         ],
         status=history.status,
         steps_total=steps_total,
@@ -194,19 +203,6 @@ def _read_run_files(folder: Path, entry: RunEntry, study: StudyRecord, family: F
 
 def _warn(message: str) -> None:
     warnings.warn(message, DamageWarning, stacklevel=2)
-
-
-def _read_probes(path: Path) -> Lines:
-    """Read the lines of probes. Damaged ones are skipped with a warning, since no run depends on them."""
-    try:
-        lines = read_lines(path)
-    except OSError as error:
-        _warn(f"{error}.")
-        return Lines(())
-    # Rows state how many lines the other files must have. Nothing does for probes: only an unfinished line shows.
-    if numbers := sorted((*lines.damaged_numbers, *lines.unchecked_numbers)):
-        _warn(f"{path} does not match its checksums at line {numbers[0]}.")
-    return lines
 
 
 def _make_run_columns(study: StudyRecord, run: RunFiles) -> Row:

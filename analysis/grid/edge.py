@@ -83,33 +83,23 @@ def summarize_edges(frames: StudyFrames) -> pd.DataFrame:
     * note: what limits these numbers, or why they are missing.
     """
     margin = get_margin(frames.studies[0], SUCCESS_COLUMN)
-    lines = make_run_table(frames).groupby("line", sort=False)
-    return pd.DataFrame([_make_edge_row(str(line), runs, margin) for line, runs in lines])
-
-
-def _make_edge_row(line: str, runs: pd.DataFrame, margin: float) -> Row:
-    counts = count_events(runs["dose"], runs["collapsed"])
-    estimate = estimate_edge(counts)
-    edge, num_seeds = estimate.edge, int(runs["seed"].nunique())
-    if num_seeds < MIN_SEEDS_OF_EDGE:
-        edge = edge._replace(low=math.nan, high=math.nan)
-    safe_band, band_note = _find_safe_band(summarize_doses(runs), margin)
-    has_bound = not (math.isnan(edge.low) and math.isnan(edge.high))
-    return {
-        "line": line,
-        "doses": len(counts.doses),
-        "seeds": num_seeds,
-        "runs": len(runs),
-        "collapsed": int(runs["collapsed"].sum()),
-        "edge": _raise(edge.value),
-        "edge_low": _raise(edge.low),
-        "edge_high": _raise(edge.high),
-        "method": ("exact" if estimate.is_separated else "profile") if has_bound else "",
-        "bracket_low": _raise(estimate.bracket_low),
-        "bracket_high": _raise(estimate.bracket_high),
-        **safe_band,
-        "note": "; ".join(filter(None, (_describe_edge(estimate, edge, counts, num_seeds), band_note))),
-    }
+    rows: list[Row] = []
+    for line, runs in make_run_table(frames).groupby("line", sort=False):
+        counts = count_events(runs["dose"], runs["collapsed"])
+        estimate = estimate_edge(counts)
+        edge, num_seeds = estimate.edge, int(runs["seed"].nunique())
+        if num_seeds < MIN_SEEDS_OF_EDGE:
+            edge = edge._replace(low=math.nan, high=math.nan)
+        safe_band, band_note = _find_safe_band(summarize_doses(runs), margin)
+        has_bound = not (math.isnan(edge.low) and math.isnan(edge.high))
+        row = {"line": str(line), "doses": len(counts.doses), "seeds": num_seeds, "runs": len(runs)}
+        row |= {"collapsed": int(runs["collapsed"].sum()), "edge": _raise(edge.value)}
+        row |= {"edge_low": _raise(edge.low), "edge_high": _raise(edge.high)}
+        row["method"] = ("exact" if estimate.is_separated else "profile") if has_bound else ""
+        row |= {"bracket_low": _raise(estimate.bracket_low), "bracket_high": _raise(estimate.bracket_high), **safe_band}
+        row["note"] = "; ".join(filter(None, (_describe_edge(estimate, edge, counts, num_seeds), band_note)))
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def _raise(exponent: float) -> float:

@@ -3,8 +3,7 @@
 import csv
 from pathlib import Path
 
-from analysis.sources.logs import LogError, RunLog
-from analysis.sources.steps import STEP_KEYS, Roles, find_step_key, make_logs
+from analysis.sources.logs import STEP_KEYS, LogError, Roles, RunLog, find_step_key, make_logs
 
 _SUFFIXES = (".csv", ".tsv")
 _SEPARATORS = ",\t;"

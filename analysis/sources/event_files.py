@@ -8,8 +8,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from analysis.sources.logs import RunLog, flatten
-from analysis.sources.steps import STEP_KEYS, make_log
+from analysis.sources.logs import STEP_KEYS, RunLog, flatten, make_log
 from trainable.files.paths import read_bytes
 
 _LENGTH = struct.Struct("<QI")

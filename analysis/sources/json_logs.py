@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from analysis.sources.event_files import read_event_settings
-from analysis.sources.logs import RunLog, flatten, to_number
-from analysis.sources.steps import Roles, make_log, make_logs
+from analysis.sources.logs import Roles, RunLog, flatten, make_log, make_logs, to_number
 from trainable.files.paths import read_bytes
 
 _SETTINGS_FILES = ("config.json", "args.json")

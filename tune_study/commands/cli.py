@@ -50,8 +50,8 @@ from tune_study.commands.requests import (
 )
 from tune_study.folder import locate, outputs, study_file
 from tune_study.host.console import make_console, print_error, print_json, print_line, show_warnings
-from tune_study.host.gpus import detect_gpus
 from tune_study.host.interrupt import make_interrupt
+from tune_study.host.machine_checks import detect_gpus
 from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
 from tune_study.plan.errors import EXIT_CODES, PlanError

@@ -23,7 +23,7 @@ from trainable.runs.history import RunHistory, describe_missing_signal, format_s
 from trainable.runs.study_record import ENDED_STATUSES, RunRecord, StudyRecord, find_record, find_total_steps
 from tune_study.folder.outputs import make_study_record
 from tune_study.host.console import print_line, print_table
-from tune_study.host.gpus import Gpu
+from tune_study.host.machine_checks import Gpu
 from tune_study.placement import memory_plan, time_estimate
 from tune_study.placement.disk import DiskBudget, format_disk_line
 from tune_study.placement.memory_plan import MemoryPlan

@@ -14,8 +14,7 @@ from rich.console import Console
 from search_spaces.catalog import STUDIES
 from tune_study.folder.outputs import check_writable
 from tune_study.host.console import print_line
-from tune_study.host.gpus import detect_gpus
-from tune_study.host.machine_checks import find_ray_folder
+from tune_study.host.machine_checks import detect_gpus, find_ray_folder
 from tune_study.plan.errors import Problem
 from tune_study.plan.study_plan import make_plan
 

@@ -21,9 +21,8 @@ from tune_study.commands.requests import ChosenPreset, LaunchRequest, StudyReque
 from tune_study.folder import outputs
 from tune_study.folder.origin import find_last_wandb
 from tune_study.host.console import print_error, print_json, print_line
-from tune_study.host.gpus import Gpu, count_cpus
 from tune_study.host.interrupt import TimeLimit, make_interrupt, start_time_limit
-from tune_study.host.machine_checks import explain_long_path, find_ray_folder, measure_scratch_space
+from tune_study.host.machine_checks import Gpu, count_cpus, explain_long_path, find_ray_folder, measure_scratch_space
 from tune_study.placement import disk, memory_plan, resources
 from tune_study.placement.memory_plan import GpuCapacity
 from tune_study.placement.model_files import (

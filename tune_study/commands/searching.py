@@ -29,8 +29,8 @@ from tune_study.folder import locate
 from tune_study.folder.origin import NOTHING
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.host.console import print_line
-from tune_study.host.gpus import Gpu
 from tune_study.host.interrupt import start_time_limit
+from tune_study.host.machine_checks import Gpu
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy, StudySource
 from tune_study.plan.search import DEFAULT_POINT, make_point_study, make_space

@@ -19,7 +19,7 @@ from trainable.models.qwen2_shape import find_four_bit_obstacle, find_size_obsta
 from trainable.runs.orphans import find_orphans
 from tune_study.host import machine_checks
 from tune_study.host.console import print_line
-from tune_study.host.gpus import Gpu
+from tune_study.host.machine_checks import Gpu
 from tune_study.placement.memory import GIB
 from tune_study.placement.memory_plan import GpuCapacity, MemoryPlan, check_fits, format_gib
 from tune_study.placement.model_files import read_model_shape, run_command

@@ -43,9 +43,9 @@ class MisfitError(PlanError):
 
 
 @contextmanager
-def as_plan_error(error_class: type[Exception]) -> Iterator[None]:
-    """Turn errors of this class in the body into a PlanError with the same message."""
+def as_plan_error(error_class: type[Exception], subject: str = "") -> Iterator[None]:
+    """Turn errors of this class in the body into a PlanError with the same message. subject: what stands before it."""
     try:
         yield
     except error_class as error:
-        raise PlanError(str(error)) from None
+        raise PlanError(f"{subject}{error}") from None

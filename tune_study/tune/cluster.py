@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from trainable.backend.gpus import make_bundles
 from trainable.config.setting_types import format_value
-from tune_study.host.gpus import Gpu
+from tune_study.host.machine_checks import Gpu
 from tune_study.placement import resources
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan

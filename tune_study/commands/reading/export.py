@@ -108,11 +108,13 @@ def export(console: Console, target: RunCheckpoint, folder: Path, dtype: str, *,
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PlanError(f"{format_value(folder, 1000)} is there already and not empty: type another --to.")
     check_model(config.model.path, os.environ)
-    try:
-        with show_phases(console, f"loading {config.model.path}"):
-            policy = load_trained_policy(config, target.path)
-    except (CheckpointError, ValueError) as error:
-        raise PlanError(f"The checkpoint cannot be used: {error}") from None
+    problem = "The checkpoint cannot be used: "
+    with (
+        as_plan_error(CheckpointError, problem),
+        as_plan_error(ValueError, problem),
+        show_phases(console, f"loading {config.model.path}"),
+    ):
+        policy = load_trained_policy(config, target.path)
     card = _make_card(target, config, policy.chat_format)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -13,8 +13,8 @@ from analysis.data.frames import StudyFrames
 from analysis.data.load import load
 from analysis.sources.importing import RunNames, import_logs, name_runs, read_logs
 from analysis.sources.log_files import list_runs
+from analysis.sources.logs import Roles
 from analysis.sources.names import Name
-from analysis.sources.steps import Roles
 from analysis.stats.estimates import MIN_SEEDS, estimate_deviation
 from analysis.sweep.planned_power import POWER, find_noise_floors
 from analysis.sweep.verdicts import format_number
