@@ -65,10 +65,7 @@ def draw_step(rows: pd.DataFrame, groups: pd.DataFrame) -> dict[str, alt.TopLeve
     name = f"{first_row['run_id']}, {'probe of ' * (first_row['source'] == 'probe')}step {first_row['step']}"
     title = f"{name}, {plots.FILTER_LABELS[bool(trained_rows['prefilter'].iloc[0])]}"
     return {
-        "plots": plots.draw_norms(buckets, title),
-        "loss_plots": plots.draw_losses(buckets, title),
-        "reward_std": plots.draw_reward_std(summary, title),
-        "normed_grads": plots.draw_normalized_norms(buckets, title),
+        **plots.draw_buckets(buckets, summary, title),
         "summary": plots.draw_summary(summary, tables.select_trained(groups), title),
         "signal": plots.draw_signal(
             tables.make_signal_table(rows),

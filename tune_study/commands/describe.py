@@ -229,7 +229,7 @@ def _describe_runs(plan: StudyPlan, resource_plan: ResourcePlan) -> Iterator[str
     if resource_plan.gpu_slots:
         yield f"GPU slots (ids): {' '.join(resource_plan.gpu_slots)}"
     yield from resource_plan.notes
-    yield from map(str, find_remarks(plan))
+    yield from find_remarks(plan)
 
 
 def _describe_losses(plan: StudyPlan) -> Iterator[str]:

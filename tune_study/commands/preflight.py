@@ -33,7 +33,7 @@ from tune_study.placement.model_files import (
     read_model_shape,
 )
 from tune_study.placement.resources import compile_kernels
-from tune_study.plan.errors import EXIT_CODES, MisfitError, PlanError, as_plan_error
+from tune_study.plan.errors import MisfitError, PlanError, as_plan_error
 from tune_study.plan.own_study import check_parts
 from tune_study.plan.remarks import find_remarks
 from tune_study.plan.study_plan import NO_WANDB, WANDB_MODES, StudyPlan, check_level_seeds
@@ -98,7 +98,7 @@ def start_studies(
     def run_study(study: PreparedStudy, suite: SuiteContext | None = None) -> int:
         """Run a prepared study and return its exit code (see `execute_study`)."""
         plan, resource_plan = study.plan, study.resource_plan
-        preset_line, remarks = f"Preset {plan.preset}: {plan.preset_reason}", map(str, find_remarks(plan))
+        preset_line, remarks = f"Preset {plan.preset}: {plan.preset_reason}", find_remarks(plan)
         notes = resource_plan.notes if resource_plan.cluster_address else ()
         for line in (preset_line, study.space_line, *notes, *remarks, *describe_signal(plan)):
             print_line(console, line)
@@ -122,7 +122,7 @@ def start_studies(
                 print_plan(console, launch.plan, summaries[-1])
             if json_command:
                 print_json(json_command, {"plans": summaries})
-            return 0 if all(summary["fits"] for summary in summaries) else EXIT_CODES["misfit"]
+            return 0 if all(summary["fits"] for summary in summaries) else MisfitError.exit_code
         time_limit = time_limit or start_time_limit(options.max_hours)
         # All studies are checked before the first one starts, so that a suite does not fail hours later.
         studies = [prepare_study(launch) for launch in launches]
@@ -349,7 +349,7 @@ def _check_cluster(launch: Launch, nodes: tuple[Node, ...]) -> PreparedStudy:
     plan, trainer = launch.plan, launch.plan.base_config.trainer
     bundles = make_bundles(trainer.n_gpus_per_node, trainer.cpu_threads)
     reports = node_checks.inspect_nodes(plan, cluster.find_usable_nodes(nodes, bundles))
-    problems = {node: report.problem for node, report in reports.items() if report.problem is not None}
+    problems = {node: report.problem for node, report in reports.items() if report.problem}
     if problems and len(problems) == len(reports) and not launch.options.wait_for_nodes:
         node, problem = next(iter(problems.items()))
         raise PlanError(f"The node {node.name} cannot run a study: {problem}")
