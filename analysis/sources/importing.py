@@ -7,11 +7,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from analysis.sources.csv_logs import read_csv
 from analysis.sources.event_files import read_event_files
-from analysis.sources.json_logs import read_json_lines, read_trainer_state
 from analysis.sources.logs import ROLES_BY_NAME, SEED_KEY, LogError, Roles, RunLog, merge_rows
 from analysis.sources.names import Name, translate_rows
+from analysis.sources.tables import read_csv, read_json_lines, read_trainer_state
 from analysis.sources.verl_console import read_verl_console
 from analysis.sources.wandb_files import read_wandb_files
 from trainable.files.json_lines import write_lines

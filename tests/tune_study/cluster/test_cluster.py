@@ -341,7 +341,7 @@ def test_another_version_than_the_drivers_is_named() -> None:
 
 
 def test_a_node_needs_room_for_the_runs_that_it_could_hold(tmp_path: Path) -> None:
-    reports = {NODES[0]: NodeReport("", 400, 1000, ()), NODES[1]: NodeReport(None, 100, 1000, ())}
+    reports = {NODES[0]: NodeReport("", 400, 1000, ()), NODES[1]: NodeReport("", 100, 1000, ())}
     check_capacity(reports, make_resources(4, 8), 100, 0)  # one run fits on the first node and none on the second
     with pytest.raises(PlanError, match="The node one has 400 bytes free for the checkpoints of up to 4 runs"):
         check_capacity(reports, make_resources(1, 8), 101, 0)
