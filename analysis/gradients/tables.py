@@ -289,26 +289,16 @@ def summarize_trends(
         names: spearman_trend(rows["reward_std"], rows["value"], rows["block"], generator, NUM_PERMUTATIONS)
         for names, rows in ranked.groupby(keys, sort=False)
     }
-    rows = [
-        {
-            **dict(zip(keys, names, strict=True)),
-            "runs": arm_trends["run_id"].nunique(),
-            "analyses": len(arm_trends),
-            "buckets": int(arm_trends["buckets"].sum()),
-            **_estimate_over_runs(arm_trends),
-            "p": pooled_trends[names].p,
-        }
-        for names, arm_trends in analysis_trends.groupby(keys, sort=False)
-    ]
+    rows = []
+    for names, trends in analysis_trends.groupby(keys, sort=False):
+        log_rows = trends.assign(ratio=np.log(trends["ratio"].where(trends["ratio"] > 0)))
+        # Average over the steps of a run first, then over runs: steps of one run are not independent.
+        means = (log_rows.groupby("run_id")[name].mean().dropna() for name in ("rho", "ratio"))
+        rho, ratio = (mean_over_seeds(values, min_seeds=MIN_SEEDS) for values in means)
+        ratio = ratio._replace(value=math.exp(ratio.value), low=math.exp(ratio.low), high=math.exp(ratio.high))
+        row = dict(zip(keys, names, strict=True))
+        row |= {"runs": trends["run_id"].nunique(), "analyses": len(trends), "buckets": int(trends["buckets"].sum())}
+        row |= make_estimate_columns("rho", cut_interval(rho, -1.0, 1.0)) | make_estimate_columns("ratio", ratio)
+        rows.append(row | {"p": pooled_trends[names].p})
     estimates = ("rho", "rho_low", "rho_high", "ratio", "ratio_low", "ratio_high")
     return pd.DataFrame(rows, columns=[*keys, "runs", "analyses", "buckets", *estimates, "p"])
-
-
-def _estimate_over_runs(trend_rows: pd.DataFrame) -> dict[str, float]:
-    """Estimate mean and interval over runs of rho and ratio. trend_rows: from `compute_trends`."""
-    log_rows = trend_rows.assign(ratio=np.log(trend_rows["ratio"].where(trend_rows["ratio"] > 0)))
-    # Average over the steps of a run first, then over runs: steps of one run are not independent.
-    means = (log_rows.groupby("run_id")[name].mean().dropna() for name in ("rho", "ratio"))
-    rho, ratio = (mean_over_seeds(values, min_seeds=MIN_SEEDS) for values in means)
-    ratio = ratio._replace(value=math.exp(ratio.value), low=math.exp(ratio.low), high=math.exp(ratio.high))
-    return make_estimate_columns("rho", cut_interval(rho, -1.0, 1.0)) | make_estimate_columns("ratio", ratio)

@@ -8,12 +8,13 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple, cast
 
+from pydantic import ValidationError
 from rich.console import Console
 
 from search_spaces.declaration.presets import PRESETS
 from trainable.backend.gpus import make_bundles
 from trainable.config.constants import TEACHERS
-from trainable.config.run_config import list_outside_settings
+from trainable.config.run_config import format_validation_error, list_outside_settings
 from trainable.config.setting_types import flatten_settings, format_value
 from trainable.runs.study_record import WandbMode, WandbTarget, check_wandb_project
 from tune_study.commands.describe import PreparedStudy, describe_signal, print_plan, summarize_plan
@@ -80,7 +81,13 @@ def start_studies(
     """
     plans = [replace(plan, wandb=choose_wandb(options, plan)) for plan in plans]
     for plan in plans:
-        outputs.check_recordable(plan)
+        try:  # runs are left out: their names were checked with the plan
+            outputs.make_study_record(replace(plan, runs=()))
+        except ValidationError as error:
+            raise PlanError(
+                f"Study {plan.study.name} cannot be recorded in study.json: {format_validation_error(error)} Correct "
+                "its declaration, or the settings that were typed."
+            ) from None
         check_parts([spec.config for spec in plan.runs])
         for game in resources.load_game_requirements(plan):
             game.check(plan)

@@ -11,10 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-
 from trainable.config.command_lines import PROGRAM, format_command
-from trainable.config.run_config import format_validation_error
 from trainable.files.paths import check_tree, lock_file, open_regular, read_bytes, write_text
 from trainable.runs.study_record import (
     ENDED_STATUSES,
@@ -103,20 +100,6 @@ def make_study_record(plan: StudyPlan) -> StudyRecord:
         declaration=None if plan.source is None else plan.source.record,
         code=tuple(SourceFile(file.path, file.sha256, file.text) for file in plan.code),
     )
-
-
-def check_recordable(plan: StudyPlan) -> None:
-    """Raise PlanError if study.json could not be read again with the plan's values, as for a study from a file.
-
-    Runs are left out: their names were checked with the plan.
-    """
-    try:
-        make_study_record(replace(plan, runs=()))
-    except ValidationError as error:
-        raise PlanError(
-            f"Study {plan.study.name} cannot be recorded in study.json: {format_validation_error(error)} Correct its "
-            "declaration, or the settings that were typed."
-        ) from None
 
 
 def write_study(plan: StudyPlan) -> list[str]:
