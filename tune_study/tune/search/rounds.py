@@ -5,7 +5,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from trainable.config.run_config import ConfigError
-from trainable.runs.study_record import Search
+from trainable.runs.study_record import Dimension, Search
 from tune_study.plan.errors import PlanError
 from tune_study.plan.search import FIRST_POINTS, name_point
 from tune_study.plan.study_plan import StudyPlan, make_arm_config, set_points
@@ -114,9 +114,13 @@ def _ask(study: "optuna.Study", search: Search) -> dict[str, str]:
             settings[dimension.setting] = str(trial.suggest_categorical(name, dimension.values))
         elif dimension.is_integer:
             settings[dimension.setting] = str(trial.suggest_int(name, int(low), int(high), log=is_log))
-        else:  # rounded to about a 300th of the interval on its scale, so that it can be typed
-            value = trial.suggest_float(name, low, high, log=is_log)
-            width = value * math.log(high / low) if is_log else high - low
-            decimals = math.ceil(-math.log10(width / _DIVISIONS))
-            settings[dimension.setting] = f"{min(max(round(value, decimals), low), high):.12g}"
+        else:
+            settings[dimension.setting] = _round_within(trial.suggest_float(name, low, high, log=is_log), dimension)
     return settings
+
+
+def _round_within(value: float, dimension: Dimension) -> str:
+    """Round a value to about a 300th of the interval on its scale, as text that can be typed."""
+    width = value * math.log(dimension.high / dimension.low) if dimension.is_log else dimension.high - dimension.low
+    decimals = math.ceil(-math.log10(width / _DIVISIONS))
+    return f"{min(max(round(value, decimals), dimension.low), dimension.high):.12g}"
