@@ -24,7 +24,7 @@ from tests.fakes import grid_folders, sandbox_folders
 from tune_study.commands.cli import app
 from tune_study.demo.archive import read_recorded_study, unpack
 from tune_study.host import console, machine_checks
-from tune_study.host.gpus import Gpu
+from tune_study.host.machine_checks import Gpu
 from tune_study.placement.memory import GIB
 from tune_study.placement.memory_plan import GpuCapacity, plan_memory
 from tune_study.placement.resources import preflight

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from search_spaces.declaration.study import Study
 from tune_study.commands.requests import ChosenPreset, LaunchRequest, RunRequest, plan_from_options
 from tune_study.host.console import make_console
-from tune_study.host.gpus import detect_gpus
+from tune_study.host.machine_checks import detect_gpus
 from tune_study.plan.own_study import StudySource, check_study, load_typed_files
 from tune_study.plan.study_plan import StudyPlan
 

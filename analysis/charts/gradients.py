@@ -37,38 +37,32 @@ _OFF = "{} is off: the loss has no such term"
 # ---------------------------------------------------------------------- bars by bucket
 
 
-def draw_norms(table: pd.DataFrame, title: str) -> alt.FacetChart:
-    """Draw the published norm of each component in each bucket, with the reward std of the buckets in the title.
+def draw_buckets(table: pd.DataFrame, summary: pd.DataFrame, title: str) -> dict[str, alt.FacetChart]:
+    """Draw bars for each component in each bucket, by the published name of the figure.
 
-    table: from `make_bucket_table`.
+    `plots` has the published norms, with the reward std of the buckets in the title, `loss_plots` the losses,
+    coefficients included, `reward_std` the mean reward stds, the smallest first, and `normed_grads` the norms per
+    sequence and per trained token. table: from `make_bucket_table`. summary: from `make_summary_table`.
     """
     reward_stds = [
         f"{row.bucket}: mean {row.reward_std_mean:.3f}, {row.reward_std_min:.3f} to {row.reward_std_max:.3f}"
         for row in table.drop_duplicates("bucket").itertuples()
     ]
     lines = [";   ".join(reward_stds[start : start + 3]) for start in range(0, len(reward_stds), 3)]
-    rows = _melt_components(table, ("kl", "entropy", "task"), {"norm": "gradient, published norm (1)"})
-    return _draw_bars(rows, ["Gradient norms", title], ["reward std of the groups in each bucket", *lines])
-
-
-def draw_losses(table: pd.DataFrame, title: str) -> alt.FacetChart:
-    """Draw the loss of each component in each bucket, coefficients included. table: from `make_bucket_table`."""
-    rows = _melt_components(table, ("task", "entropy", "kl", "total"), {"loss": "loss (1)"})
-    return _draw_bars(rows, ["Losses: means over micro-batches, coefficient included", title], columns=2)
-
-
-def draw_normalized_norms(table: pd.DataFrame, title: str) -> alt.FacetChart:
-    """Draw the norm per sequence and per trained token of each component. table: from `make_bucket_table`."""
+    norms = _melt_components(table, ("kl", "entropy", "task"), {"norm": "gradient, published norm (1)"})
+    losses = _melt_components(table, ("task", "entropy", "kl", "total"), {"loss": "loss (1)"})
+    stds = summary.assign(component="reward_std", panel="mean reward std (reward)", note="")
     columns = {"norm_per_sample": "norm / sequences (1)", "norm_per_token": "norm / trained tokens (1)"}
-    rows = _melt_components(table, ("kl", "entropy", "task"), columns)
-    return _draw_bars(rows, ["Norms per sequence and per token", title])
-
-
-def draw_reward_std(table: pd.DataFrame, title: str) -> alt.FacetChart:
-    """Draw the mean reward std of each bucket, the smallest first. table: from `make_summary_table`."""
-    rows = table.assign(component="reward_std", panel="mean reward std (reward)", note="")
-    rows = rows.rename(columns={"reward_std_mean": "value"})
-    return _draw_bars(rows, ["Reward std, the smallest first", title])
+    shares = _melt_components(table, ("kl", "entropy", "task"), columns)
+    loss_title = ["Losses: means over micro-batches, coefficient included", title]
+    return {
+        "plots": _draw_bars(norms, ["Gradient norms", title], ["reward std of the groups in each bucket", *lines]),
+        "loss_plots": _draw_bars(losses, loss_title, columns=2),
+        "reward_std": _draw_bars(
+            stds.rename(columns={"reward_std_mean": "value"}), ["Reward std, the smallest first", title]
+        ),
+        "normed_grads": _draw_bars(shares, ["Norms per sequence and per token", title]),
+    }
 
 
 def _melt_components(table: pd.DataFrame, components: Sequence[str], columns: Mapping[str, str]) -> pd.DataFrame:

@@ -215,14 +215,25 @@ def cast_frame(frame: pd.DataFrame, schema: Mapping[str, str]) -> pd.DataFrame:
         name: _cast_column(series[name], kind) if name in series else missing_columns[kind]
         for name, kind in schema.items()
     }
-    extra_columns = {name: _fill_text(values) for name, values in series.items() if name not in schema}
+    # Text without missing values; other types keep them. Compared with the dtype object: for the name "object", pandas
+    # would first look for an extension type.
+    extra_columns = {
+        name: _cast_column(values, TEXT)
+        if isinstance(values.dtype, pd.StringDtype) or values.dtype == _OBJECT
+        else values
+        for name, values in series.items()
+        if name not in schema
+    }
     return pd.DataFrame({**columns, **extra_columns}, index=frame.index).reset_index(drop=True)
 
 
 def _cast_column(values: Any, dtype: str) -> Any:
     """Cast a Series to `dtype`; missing text becomes empty text."""
-    if dtype == CATEGORY:
-        return _cast_categories(values)
+    if dtype == CATEGORY:  # sorted texts
+        is_category = isinstance(values.dtype, pd.CategoricalDtype)
+        if is_category and not values.hasnans and values.cat.categories.dtype == _DTYPES[TEXT]:
+            return values.cat.reorder_categories(sorted(values.cat.categories))
+        return _cast_column(values, TEXT).astype(CATEGORY)
     # A column of the right type is not copied, since frames can be large. Missing text must still be filled.
     if values.dtype == _DTYPES[dtype] and not values.hasnans:
         return values
@@ -235,21 +246,6 @@ def _cast_column(values: Any, dtype: str) -> Any:
         # An object column that contains None converts to float first, and only then to Int64.
         return values.astype(_DTYPES[FLOAT]).astype(_DTYPES[NULLABLE_INT])
     return values.astype(_DTYPES[dtype])
-
-
-def _cast_categories(values: Any) -> Any:
-    """Cast a Series to categories that are sorted texts; missing text becomes empty text."""
-    is_category = isinstance(values.dtype, pd.CategoricalDtype)
-    if is_category and not values.hasnans and values.cat.categories.dtype == _DTYPES[TEXT]:
-        return values.cat.reorder_categories(sorted(values.cat.categories))
-    return _cast_column(values, TEXT).astype(CATEGORY)
-
-
-def _fill_text(values: Any) -> Any:
-    """Replace missing text by empty text; other types keep missing values."""
-    # Compared with the dtype object: for the name "object", pandas would first look for an extension type.
-    is_text = isinstance(values.dtype, pd.StringDtype) or values.dtype == _OBJECT
-    return _cast_column(values, TEXT) if is_text else values
 
 
 def make_setting_column(values: list[Any]) -> Any:

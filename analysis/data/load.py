@@ -104,10 +104,25 @@ def read_study(folder: Path | str, *, live: bool = False) -> StudyFrames:
 
     Raises:
         ValueError: there is no study.json, or a run.json or status.json is damaged.
+        UnsafePathError: the folder of a run is a symbolic link.
     """
     folder = Path(folder)
-    study = _read_study_file(folder)
-    return make_frames(study, _read_runs(folder, study, get_family(study), live), (Path(os.path.abspath(folder)),))
+    try:
+        study = read_record(StudyRecord, folder)
+    except FileNotFoundError:
+        raise ValueError(f"{folder} contains no study.json: give a results/<run> folder that a study wrote.") from None
+    STEP_PHASE.enter("reading rows")
+    check_path(folder, folder / "runs")
+    # A listed run without a folder never ran. A folder missing from study.json is read too, so that no result is lost.
+    entries = {entry.run_id: entry for entry in study.runs}
+    run_ids_on_disk = sorted(path.name for path in (folder / "runs").glob("*") if path.is_dir())
+    runs = [
+        _read_run_files(
+            folder / "runs" / run_id, entries.get(run_id) or RunEntry(run_id), study, get_family(study), live
+        )
+        for run_id in STEP_PHASE.track(list(dict.fromkeys((*entries, *run_ids_on_disk))), "run")
+    ]
+    return make_frames(study, runs, (Path(os.path.abspath(folder)),))
 
 
 def make_frames(study: StudyRecord, study_runs: Iterable[RunFiles], folders: tuple[Path, ...]) -> StudyFrames:
@@ -144,29 +159,6 @@ def make_frames(study: StudyRecord, study_runs: Iterable[RunFiles], folders: tup
     return StudyFrames(**typed_frames, study=study, folders=folders)
 
 
-def _read_study_file(folder: Path) -> StudyRecord:
-    try:
-        return read_record(StudyRecord, folder)
-    except FileNotFoundError:
-        raise ValueError(f"{folder} contains no study.json: give a results/<run> folder that a study wrote.") from None
-
-
-def _read_runs(folder: Path, study: StudyRecord, family: Family, live: bool) -> list[RunFiles]:
-    """Read every run that is listed in study.json or has a folder.
-
-    A listed run without a folder never ran. A folder missing from study.json is read too, so that no result is lost.
-    Raises UnsafePathError if the folder of a run is a symbolic link.
-    """
-    STEP_PHASE.enter("reading rows")
-    check_path(folder, folder / "runs")
-    entries = {entry.run_id: entry for entry in study.runs}
-    run_ids_on_disk = sorted(path.name for path in (folder / "runs").glob("*") if path.is_dir())
-    return [
-        _read_run_files(folder / "runs" / run_id, entries.get(run_id) or RunEntry(run_id), study, family, live)
-        for run_id in STEP_PHASE.track(list(dict.fromkeys((*entries, *run_ids_on_disk))), "run")
-    ]
-
-
 def _read_run_files(folder: Path, entry: RunEntry, study: StudyRecord, family: Family, live: bool) -> RunFiles:
     """Read the files of a run. If run.json is unreadable, warn and use the entry of study.json."""
     check_path(folder.parent, folder)
@@ -186,6 +178,15 @@ def _read_run_files(folder: Path, entry: RunEntry, study: StudyRecord, family: F
     for note in history.notes:
         _warn(note)
     files = {name: lines.records for name, lines in history.lines.files.items()}
+    # No run depends on probes, so damaged lines are skipped. Rows state how many lines the other files must have, but
+    # nothing does for probes: only an unfinished line shows.
+    path, probes = folder / PROBES_FILE, Lines(())
+    try:
+        probes = read_lines(path)
+    except OSError as error:
+        _warn(f"{error}.")
+    if numbers := sorted((*probes.damaged_numbers, *probes.unchecked_numbers)):
+        _warn(f"{path} does not match its checksums at line {numbers[0]}.")
     return RunFiles(
         header=header,
         rows=[parse_step_row(row, family) for row in history.rows],
@@ -193,7 +194,7 @@ def _read_run_files(folder: Path, entry: RunEntry, study: StudyRecord, family: F
         analyses=[
             *select_lines(files[GRADIENTS_FILE], get_analysis_key),
             # Probes read checkpoints in any order: an earlier step does not invalidate later ones.
-            *select_lines(_read_probes(folder / PROBES_FILE).records, get_analysis_key, drop_rolled_back=False),
+            *select_lines(probes.records, get_analysis_key, drop_rolled_back=False),
         ],
         status=history.status,
         steps_total=steps_total,
@@ -202,19 +203,6 @@ def _read_run_files(folder: Path, entry: RunEntry, study: StudyRecord, family: F
 
 def _warn(message: str) -> None:
     warnings.warn(message, DamageWarning, stacklevel=2)
-
-
-def _read_probes(path: Path) -> Lines:
-    """Read the lines of probes. Damaged ones are skipped with a warning, since no run depends on them."""
-    try:
-        lines = read_lines(path)
-    except OSError as error:
-        _warn(f"{error}.")
-        return Lines(())
-    # Rows state how many lines the other files must have. Nothing does for probes: only an unfinished line shows.
-    if numbers := sorted((*lines.damaged_numbers, *lines.unchecked_numbers)):
-        _warn(f"{path} does not match its checksums at line {numbers[0]}.")
-    return lines
 
 
 def _make_run_columns(study: StudyRecord, run: RunFiles) -> Row:

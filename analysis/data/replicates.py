@@ -42,9 +42,7 @@ class Replicates(NamedTuple):
 
 @cache
 def read_replicates(path: Path = REPLICATES_PATH) -> tuple[Replicates, ...]:
-    """Read all recorded replicates; empty if there is no file."""
-    if not path.is_file():
-        return ()
+    """Read all recorded replicates."""
     return tuple(Replicates(**{**entry, "values": tuple(entry["values"])}) for entry in read_json(path))
 
 

@@ -86,7 +86,14 @@ def _split_rows(result: Any, family: Family) -> Iterator[tuple[str, int, list[Ro
 
 def _make_run(result: Any, header: RunRecord, rows: list[Row], failure: str, family: Family) -> RunFiles:
     """Collect what a run wrote. failure: why it failed; empty if it did not."""
-    lines = _read_lines(result.checkpoint, header.seed)
+    # Of the trial's last checkpoint only evaluations and gradient analyses are read.
+    lines, checkpoint = dict.fromkeys((LEVELS_FILE, GRADIENTS_FILE), Lines(())), result.checkpoint
+    with tempfile.TemporaryDirectory() as folder:
+        for name in lines if checkpoint is not None else ():
+            with suppress(FileNotFoundError), atomic_write(Path(folder, name)) as temp_path:
+                content = checkpoint.filesystem.open_input_stream(f"{checkpoint.path}/{header.seed}/{name}").readall()
+                temp_path.write_bytes(content)
+            lines[name] = read_lines(Path(folder, name))
     last, metrics, total = rows[-1] if rows else {}, result.metrics or {}, find_total_steps(header.config)
     end = describe_end(rows, total if total is not None or not metrics.get("finished") else last.get("step"))
     if failure:
@@ -110,16 +117,3 @@ def _make_run(result: Any, header: RunRecord, rows: list[Row], failure: str, fam
         status=status,
         steps_total=total,
     )
-
-
-def _read_lines(checkpoint: Any, seed: int) -> dict[str, Lines]:
-    """Read the lines of evaluations and gradient analyses in a trial's last checkpoint, but not its state."""
-    lines = dict.fromkeys((LEVELS_FILE, GRADIENTS_FILE), Lines(()))
-    if checkpoint is None:
-        return lines
-    with tempfile.TemporaryDirectory() as folder:
-        for name in lines:
-            with suppress(FileNotFoundError), atomic_write(Path(folder, name)) as temp_path:
-                content = checkpoint.filesystem.open_input_stream(f"{checkpoint.path}/{seed}/{name}").readall()
-                temp_path.write_bytes(content)
-        return {name: read_lines(Path(folder, name)) for name in lines}

@@ -19,44 +19,38 @@ MAX_COMPARED_STEPS = 3  # each is a row of panels, so the comparison stays one s
 def write_analyses(gradients: pd.DataFrame, groups: pd.DataFrame, steps: Sequence[int], folder: Path) -> list[Path]:
     """Write the files of each step, and gradient_analysis_steps.png, which compares up to three; return all paths.
 
-    With more than three steps, the comparison shows the first, the last and one in the middle.
+    A step has six figures, the published metrics, and the reward std of every group. With more than three steps, the
+    comparison shows the first, the last and one in the middle.
 
     gradients, groups: rows of the frames of `StudyFrames` of one run and source. steps: with an analysis. folder:
     created if missing; files with the same names are replaced. Raises OSError if it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [
-        path
-        for step in steps
-        for path in _write_step(gradients[gradients["step"] == step], groups[groups["step"] == step], folder)
-    ]
+    paths = []
+    for step in steps:
+        rows, step_groups = (frame[frame["step"] == step] for frame in (gradients, groups))
+        for figure_name, chart in draw_step(rows, step_groups).items():
+            paths.append(folder / f"gradient_analysis_{figure_name}_step_{step}.png")
+            _save_chart(chart, paths[-1])
+        # Tables have the W&B format: columns and data.
+        group_tables = {
+            key: {"columns": TABLE_COLUMNS, "data": table} for key, table in make_published_tables(step_groups).items()
+        }
+        metrics = {**make_published_metrics(rows), **group_tables}
+        paths += [
+            folder / f"gradient_analysis_metrics_step_{step}.json",
+            folder / f"gradient_analysis_bucket_rv_table_step_{step}.csv",
+        ]
+        with atomic_write(paths[-2]) as temp_path:
+            temp_path.write_text(json.dumps(metrics, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        with atomic_write(paths[-1]) as temp_path:
+            tables.select_trained(step_groups)[["bucket", "reward_std"]].to_csv(temp_path, index=False)
     step_summaries = tables.make_steps_table(gradients, tables.subsample_evenly(list(steps), MAX_COMPARED_STEPS))
     steps_path = folder / "gradient_analysis_steps.png"
     first_row = gradients.iloc[0]
     title = f"{first_row['run_id']}{', probes' * (first_row['source'] == 'probe')}"
     _save_chart(plots.draw_steps(step_summaries, title), steps_path)
     return [*paths, steps_path]
-
-
-def _write_step(rows: pd.DataFrame, groups: pd.DataFrame, folder: Path) -> list[Path]:
-    """Write the files of one step: six figures, the published metrics, and the reward std of every group."""
-    step = rows["step"].iloc[0]
-    paths = []
-    for figure_name, chart in draw_step(rows, groups).items():
-        paths.append(folder / f"gradient_analysis_{figure_name}_step_{step}.png")
-        _save_chart(chart, paths[-1])
-    metrics_path = folder / f"gradient_analysis_metrics_step_{step}.json"
-    table_path = folder / f"gradient_analysis_bucket_rv_table_step_{step}.csv"
-    # Tables have the W&B format: columns and data.
-    group_tables = {
-        key: {"columns": TABLE_COLUMNS, "data": table} for key, table in make_published_tables(groups).items()
-    }
-    metrics = {**make_published_metrics(rows), **group_tables}
-    with atomic_write(metrics_path) as temp_path:
-        temp_path.write_text(json.dumps(metrics, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    with atomic_write(table_path) as temp_path:
-        tables.select_trained(groups)[["bucket", "reward_std"]].to_csv(temp_path, index=False)
-    return [*paths, metrics_path, table_path]
 
 
 def draw_step(rows: pd.DataFrame, groups: pd.DataFrame) -> dict[str, alt.TopLevelMixin]:
@@ -71,10 +65,7 @@ def draw_step(rows: pd.DataFrame, groups: pd.DataFrame) -> dict[str, alt.TopLeve
     name = f"{first_row['run_id']}, {'probe of ' * (first_row['source'] == 'probe')}step {first_row['step']}"
     title = f"{name}, {plots.FILTER_LABELS[bool(trained_rows['prefilter'].iloc[0])]}"
     return {
-        "plots": plots.draw_norms(buckets, title),
-        "loss_plots": plots.draw_losses(buckets, title),
-        "reward_std": plots.draw_reward_std(summary, title),
-        "normed_grads": plots.draw_normalized_norms(buckets, title),
+        **plots.draw_buckets(buckets, summary, title),
         "summary": plots.draw_summary(summary, tables.select_trained(groups), title),
         "signal": plots.draw_signal(
             tables.make_signal_table(rows),

@@ -64,10 +64,27 @@ def make_published_metrics(frame: pd.DataFrame) -> dict[str, float]:
     for prefilter, rows in frame.groupby("prefilter"):
         suffix = "_prefilter" if prefilter else ""
         for bucket, components in drop_empty_batches(rows).groupby("bucket", sort=False):
-            values = _make_bucket_metrics(components)
-            metrics |= {f"grad_norm{suffix}/{bucket}/{key}": value for key, value in values.items()}
-        values = _make_batch_metrics(rows, bool(prefilter))
-        metrics |= {f"grad_analysis{suffix}/{key}": value for key, value in values.items()}
+            values = {key: components[column].iloc[0] for column, key in _COUNT_KEYS.items()}
+            for row in to_records(components):
+                # The published system has norms of task, KL and entropy only, and does not log the value loss.
+                if row["component"] in COMPONENTS:
+                    values |= {f"{prefix}{row['component']}": row[name] for name, prefix in _NORM_PREFIXES.items()}
+                if row["component"] in _LOSS_KEYS:
+                    values[f"loss/{_LOSS_KEYS[row['component']]}"] = row["loss"]
+            metrics |= {f"grad_norm{suffix}/{bucket}/{key}": float(value) for key, value in values.items()}
+        # Under both prefixes, "source" refers to the batch before the filter, as in the published system.
+        first_row = rows.iloc[0]
+        groups, group_size = first_row["source_env_groups"], first_row["source_group_size"]
+        values = {"source_batch_size": groups * group_size, "adjusted_batch_size": first_row["adjusted_batch_size"]}
+        if not prefilter:
+            values |= {
+                "source_env_groups": groups,
+                "source_group_size": group_size,
+                "empty_after_filter": first_row["empty_after_filter"] > 0,
+                "uses_training_batch": first_row["uses_training_batch"],
+                **{key: first_row[column] for column, key in _FILTER_KEYS.items()},
+            }
+        metrics |= {f"grad_analysis{suffix}/{key}": float(value) for key, value in values.items()}
     # The published system logs the whole batch after the filter a second time, under `actor/`.
     for name, key in _LOSS_KEYS.items():
         metrics[f"actor/loss/{key}"] = metrics.get(f"grad_norm/{WHOLE_BATCH}/loss/{key}", math.nan)
@@ -97,36 +114,3 @@ def make_published_tables(groups: pd.DataFrame) -> Tables:
             for bucket in (*dict.fromkeys(rows["bucket"]), WHOLE_BATCH)
         }
     return tables
-
-
-def _make_bucket_metrics(components: pd.DataFrame) -> dict[str, float]:
-    """Make the metrics below grad_norm/<bucket>/. components: the rows of one bucket."""
-    metrics = {key: float(components[column].iloc[0]) for column, key in _COUNT_KEYS.items()}
-    for row in to_records(components):
-        name = row["component"]
-        # The published system has norms of task, KL and entropy only, and does not log the value loss.
-        if name in COMPONENTS:
-            metrics |= {f"{prefix}{name}": float(row[column]) for column, prefix in _NORM_PREFIXES.items()}
-        if name in _LOSS_KEYS:
-            metrics[f"loss/{_LOSS_KEYS[name]}"] = float(row["loss"])
-    return metrics
-
-
-def _make_batch_metrics(rows: pd.DataFrame, prefilter: bool) -> dict[str, float]:
-    """Make the metrics below grad_analysis/ or grad_analysis_prefilter/.
-
-    Under both prefixes, "source" refers to the batch before the filter, as in the published system.
-    """
-    first_row = rows.iloc[0]
-    groups, group_size = (float(first_row[name]) for name in ("source_env_groups", "source_group_size"))
-    sizes = {"source_batch_size": groups * group_size, "adjusted_batch_size": float(first_row["adjusted_batch_size"])}
-    if prefilter:
-        return sizes
-    return {
-        **sizes,
-        "source_env_groups": groups,
-        "source_group_size": group_size,
-        "empty_after_filter": float(first_row["empty_after_filter"] > 0),
-        "uses_training_batch": float(first_row["uses_training_batch"]),
-        **{key: float(first_row[column]) for column, key in _FILTER_KEYS.items()},
-    }

@@ -247,7 +247,12 @@ def compute_trends(
     for names, points in _make_points(gradients, measures).groupby(keys, sort=False):
         x, y = points["reward_std"], points["value"]
         trend = spearman_trend(x, y, np.zeros(len(points)), generator, NUM_PERMUTATIONS)
-        rows.append((*names, trend.n, trend.value, trend.p, _compute_half_ratio(points)))
+        values = points.sort_values("reward_std", kind="stable")["value"].to_numpy()
+        half, ratio = len(values) // 2, math.nan  # with an odd number the middle bucket is in neither half
+        # A ratio of values that may be negative is meaningless.
+        if half and names[-1] != "signal" and (lower := values[:half].mean()) > 0:
+            ratio = float(values[-half:].mean() / lower)
+        rows.append((*names, trend.n, trend.value, trend.p, ratio))
     return pd.DataFrame(rows, columns=[*keys, "buckets", "rho", "p", "ratio"])
 
 
@@ -262,16 +267,6 @@ def _make_points(gradients: pd.DataFrame, measures: Sequence[str]) -> pd.DataFra
         for name in measures
     ]
     return pd.concat(measure_points, ignore_index=True).dropna(subset=["reward_std", "value"])
-
-
-def _compute_half_ratio(points: pd.DataFrame) -> float:
-    values = points.sort_values("reward_std", kind="stable")["value"].to_numpy()
-    half = len(values) // 2  # with an odd number the middle bucket is in neither half
-    # A ratio of values that may be negative is meaningless.
-    if half == 0 or (points["measure"] == "signal").any():
-        return math.nan
-    lower, upper = float(values[:half].mean()), float(values[-half:].mean())
-    return upper / lower if lower > 0 else math.nan
 
 
 def summarize_trends(
@@ -294,26 +289,16 @@ def summarize_trends(
         names: spearman_trend(rows["reward_std"], rows["value"], rows["block"], generator, NUM_PERMUTATIONS)
         for names, rows in ranked.groupby(keys, sort=False)
     }
-    rows = [
-        {
-            **dict(zip(keys, names, strict=True)),
-            "runs": arm_trends["run_id"].nunique(),
-            "analyses": len(arm_trends),
-            "buckets": int(arm_trends["buckets"].sum()),
-            **_estimate_over_runs(arm_trends),
-            "p": pooled_trends[names].p,
-        }
-        for names, arm_trends in analysis_trends.groupby(keys, sort=False)
-    ]
+    rows = []
+    for names, trends in analysis_trends.groupby(keys, sort=False):
+        log_rows = trends.assign(ratio=np.log(trends["ratio"].where(trends["ratio"] > 0)))
+        # Average over the steps of a run first, then over runs: steps of one run are not independent.
+        means = (log_rows.groupby("run_id")[name].mean().dropna() for name in ("rho", "ratio"))
+        rho, ratio = (mean_over_seeds(values, min_seeds=MIN_SEEDS) for values in means)
+        ratio = ratio._replace(value=math.exp(ratio.value), low=math.exp(ratio.low), high=math.exp(ratio.high))
+        row = dict(zip(keys, names, strict=True))
+        row |= {"runs": trends["run_id"].nunique(), "analyses": len(trends), "buckets": int(trends["buckets"].sum())}
+        row |= make_estimate_columns("rho", cut_interval(rho, -1.0, 1.0)) | make_estimate_columns("ratio", ratio)
+        rows.append(row | {"p": pooled_trends[names].p})
     estimates = ("rho", "rho_low", "rho_high", "ratio", "ratio_low", "ratio_high")
     return pd.DataFrame(rows, columns=[*keys, "runs", "analyses", "buckets", *estimates, "p"])
-
-
-def _estimate_over_runs(trend_rows: pd.DataFrame) -> dict[str, float]:
-    """Estimate mean and interval over runs of rho and ratio. trend_rows: from `compute_trends`."""
-    log_rows = trend_rows.assign(ratio=np.log(trend_rows["ratio"].where(trend_rows["ratio"] > 0)))
-    # Average over the steps of a run first, then over runs: steps of one run are not independent.
-    means = (log_rows.groupby("run_id")[name].mean().dropna() for name in ("rho", "ratio"))
-    rho, ratio = (mean_over_seeds(values, min_seeds=MIN_SEEDS) for values in means)
-    ratio = ratio._replace(value=math.exp(ratio.value), low=math.exp(ratio.low), high=math.exp(ratio.high))
-    return make_estimate_columns("rho", cut_interval(rho, -1.0, 1.0)) | make_estimate_columns("ratio", ratio)

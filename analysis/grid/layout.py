@@ -103,12 +103,6 @@ class Grid:
             return shorten_setting(setting) if value else ""
         return f"{shorten_setting(setting)} {label_value(value)}"
 
-    def format_panel(self, row: dict[str, Any]) -> str:
-        """Name the panel of a run, such as `filter 0.8, loss mse`. row: the settings of the run."""
-        labels = [self.format_factor(setting, row[setting]) for setting in self.panels]
-        # No label means that all switches are off. A grid without panel factors has one panel for all arms.
-        return ", ".join(label for label in labels if label) or ("others" if self.panels else "all arms")
-
 
 def label_value(value: Any) -> str:
     """Format a factor's value as a label: 0.001, 0, 6, mse, on, off. A plug-in is shown without its file's hash."""
@@ -185,7 +179,9 @@ def make_member_table(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
                 for value in grid.factor_values[setting]
             ]
             table = pd.concat([table[~is_idle], *copies])
-    table["panel"] = [grid.format_panel(row) for row in to_records(table)]
+    # Such as `filter 0.8, loss mse`. No label: all switches are off. A grid without panel factors has one panel.
+    labels = ([grid.format_factor(setting, row[setting]) for setting in grid.panels] for row in to_records(table))
+    table["panel"] = [", ".join(filter(None, names)) or ("others" if names else "all arms") for names in labels]
     return table.reset_index(drop=True)
 
 

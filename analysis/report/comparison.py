@@ -39,6 +39,7 @@ from trainable.runs.study_record import StudyRecord
 
 VERDICTS = ("better", "worse", "equal", "no effect", "open", "no comparison")
 """In the order in which a sentence names them."""
+_SIDES = ("reference", "other")
 
 
 @dataclass(frozen=True)
@@ -186,28 +187,15 @@ def compare_arms(studies: Mapping[str, StudyFrames]) -> pd.DataFrame:
     rows: list[Row] = []
     for label, arm, other_arm in pairs:
         names = (label_arm(label, other_arm), label_arm(reference_label, arm))
-        rows.append(
-            {
-                "study": label,
-                "arm": arm,
-                "other_arm": other_arm,
-                **_describe_side("reference", reference, arm, outcomes.get_values(names[1])),
-                **_describe_side("other", studies[label], other_arm, outcomes.get_values(names[0])),
-                "column": column,
-                **compare_with_baseline(outcomes, *names, margin),
-            }
-        )
+        row: Row = {"study": label, "arm": arm, "other_arm": other_arm}
+        sides = ((reference, arm, names[1]), (studies[label], other_arm, names[0]))
+        for side, (frames, side_arm, full_name) in zip(_SIDES, sides, strict=True):
+            runs, values = select_runs(frames, side_arm, scored_only=True), outcomes.get_values(full_name)
+            row[side], row[f"{side}_runs"] = float(values.mean()) if len(values) else math.nan, len(runs)
+            row[f"{side}_stopped"] = int((runs["status"] == "early_stopped").sum())
+        rows.append(row | {"column": column, **compare_with_baseline(outcomes, *names, margin)})
     table = add_adjusted_p_values(pd.DataFrame(rows), column)
     return table.assign(verdict=[name_verdict(row, family) for row in to_records(table)])
-
-
-def _describe_side(name: str, frames: StudyFrames, arm: str, values: "pd.Series[float]") -> Row:
-    runs = select_runs(frames, arm, scored_only=True)
-    return {
-        name: float(values.mean()) if len(values) else math.nan,
-        f"{name}_runs": len(runs),
-        f"{name}_stopped": int((runs["status"] == "early_stopped").sum()),
-    }
 
 
 def write_comparison(comparison: Comparison, path: Path) -> Path:
@@ -227,7 +215,11 @@ def _make_arm_table(comparison: Comparison) -> Iterator[Table]:
             number("other", "other", format_fraction),
             number("difference", "difference", format_signed),
             number("Holm p", "p_holm", format_p),
-            TableColumn(f"stopped runs,\n{reference} and other", _format_stops, "number"),
+            TableColumn(
+                f"stopped runs,\n{reference} and other",
+                lambda row: ", ".join(f"{row[f'{side}_stopped']} of {row[f'{side}_runs']}" for side in _SIDES),
+                "number",
+            ),
             text("basis", "basis"),
         ],
         to_records(comparison.arms),
@@ -238,10 +230,6 @@ def _format_verdict(row: Row) -> str:
     if row["verdict"] != "equal":
         return str(row["verdict"])
     return f"equal\nwithin {format_number(row['margin'])}, Holm {format_p_value(row['p_equal_holm'])}"
-
-
-def _format_stops(row: Row) -> str:
-    return f"{row['reference_stopped']} of {row['reference_runs']}, {row['other_stopped']} of {row['other_runs']}"
 
 
 def _explain_arms(comparison: Comparison) -> str:

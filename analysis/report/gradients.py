@@ -61,23 +61,16 @@ def _list_sentences(results: SweepResults) -> Iterator[str]:
         yield f"The filter dropped all groups of {', '.join(empty)}."
 
 
-def make_trend_rows(gradients: pd.DataFrame) -> list[Row]:
-    """Make the trends of the analyses that the figures show, a row per step, arm, batch and component.
-
-    The numbers are those of `mean_norm`; those of the signal are in the columns `signal_...`.
-    """
+def _make_tables(results: SweepResults) -> Iterator[Table]:
+    # Trends of the analyses that the figures show, of the norm and, in the columns signal_..., of the signal.
     generator = np.random.default_rng(PERMUTATION_SEED)
     names = ["study", "arm", "source", "prefilter", "component"]
     rows: list[Row] = []
-    for step, analyses in tables.select_report_lines(gradients).groupby("step"):
+    for step, analyses in tables.select_report_lines(results.frames.gradients).groupby("step"):
         trends = tables.summarize_trends(analyses, generator, ("mean_norm", "signal")).assign(step=step)
         signal = trends.loc[trends["measure"] == "signal", [*names, "rho", "rho_low", "rho_high", "p"]]
         norm, signal = trends[trends["measure"] == "mean_norm"], signal.set_index(names).add_prefix("signal_")
         rows += to_records(norm.merge(signal, on=names, how="left"))
-    return rows
-
-
-def _make_tables(results: SweepResults) -> Iterator[Table]:
     batch = TableColumn(
         "analyzed", lambda row: f"{'probe, ' * (row['source'] == 'probe')}{FILTER_LABELS[row['prefilter']]}"
     )
@@ -95,7 +88,7 @@ def _make_tables(results: SweepResults) -> Iterator[Table]:
             number("upper / lower\nhalf of buckets", "ratio", format_fraction),
             number("permutation p", "p", format_p),
         ],
-        make_trend_rows(results.frames.gradients),
+        rows,
         title="Trends with the reward std",
         note="rho is Spearman's rank correlation with the reward std over the buckets. The signal is an unbiased "
         "estimate of the squared norm of a bucket's expected gradient. The mean norm is the norm of the bucket's mean "

@@ -62,10 +62,6 @@ FACTORS: Section[SweepResults] = Section(
 )
 
 
-def _format_safe_band(row: Row) -> str:
-    return "–" if is_missing(row["safe_low"]) else f"{row['safe_low']:.3g} to {row['safe_high']:.3g}"
-
-
 def _make_edge_tables(results: SweepResults) -> Iterator[Table]:
     yield Table(
         [
@@ -73,7 +69,11 @@ def _make_edge_tables(results: SweepResults) -> Iterator[Table]:
             count_of("collapsed", "collapsed", "runs"),
             number("edge", "edge"),
             TableColumn("interval", lambda row: row["method"] or "–"),
-            TableColumn("safe band", _format_safe_band, "number"),
+            TableColumn(
+                "safe band",
+                lambda row: "–" if is_missing(row["safe_low"]) else f"{row['safe_low']:.3g} to {row['safe_high']:.3g}",
+                "number",
+            ),
             number("decades", "safe_decades"),
             number("at most", "safe_decades_max"),
             number("collapse at its\nupper end, at most", "collapse_bound", format_fraction),

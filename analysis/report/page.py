@@ -53,7 +53,14 @@ def view_sections(sections: Iterable[Section[Any]], results: Any, with_charts: b
     views = []
     for section in sections:
         if section.when(results):
-            figures = [] if with_charts is None else _draw_figures(section, results, with_charts)
+            figures = []
+            for figure in () if with_charts is None else section.figures:
+                if (data := figure.make_table(results)) is not None and len(data):
+                    spec = charts.make_spec(figure.draw(data, results))
+                    is_interactive = with_charts and charts.count_rows(spec) <= charts.MAX_ROWS
+                    chart, picture = charts.format_spec(spec) if is_interactive else "", charts.draw_svg(spec)
+                    words = say(figure.caption, results), figure.describe(data, results)
+                    figures.append(FigureView(figure.name, *words, picture, chart))
             tables = [table for table in section.tables(results) if isinstance(table, Listing) or table.rows]
             # The page has the sentences of a section that concludes in its head.
             sentences = [] if section.concludes else list(section.sentences(results))
@@ -62,19 +69,6 @@ def view_sections(sections: Iterable[Section[Any]], results: Any, with_charts: b
                 views.append(
                     SectionView(section.name, title, sentences, figures, tables, explanation, section.is_warning)
                 )
-    return views
-
-
-def _draw_figures(section: Section[Any], results: Any, with_charts: bool) -> list[FigureView]:
-    """Draw the figures of a section that have something to show."""
-    views = []
-    for figure in section.figures:
-        if (table := figure.make_table(results)) is not None and len(table):
-            spec = charts.make_spec(figure.draw(table, results))
-            is_interactive = with_charts and charts.count_rows(spec) <= charts.MAX_ROWS
-            chart, picture = charts.format_spec(spec) if is_interactive else "", charts.draw_svg(spec)
-            finding = figure.describe(table, results)
-            views.append(FigureView(figure.name, say(figure.caption, results), finding, picture, chart))
     return views
 
 

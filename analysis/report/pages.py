@@ -116,16 +116,14 @@ def summarize_runs(frames: StudyFrames) -> dict[str, dict[str, Any]]:
     collapsed is missing where runs do not collapse (`collapse.find_run_ends`). verdict is the arm's, `baseline` for the
     baseline, and missing in a search.
     """
-    study = require_single_study(frames).studies[0]
-    verdicts = {
-        row["arm"]: "baseline" if row["arm"] == study.baseline else row["outcome"] for row in _list_verdicts(frames)
-    }
-    collapses = _find_collapses(frames)
+    study = summarize_study(frames)
+    verdicts = {arm["arm"]: arm["verdict"] for arm in study["arms"]}
+    verdicts |= {arm: "baseline" for arm in verdicts if arm == study["baseline"]}
     summaries = {}
-    for run in to_records(frames.trials):
-        collapsed = {"collapsed": collapses[run["run_id"]]} if run["run_id"] in collapses else {}
-        verdict = {"verdict": verdicts[run["arm"]]} if verdicts.get(run["arm"]) else {}
-        summaries[run["run_id"]] = {"status": run["status"], "reason": run["reason"], **collapsed, **verdict}
+    for run in study["runs"]:
+        names = ("status", "reason", "collapsed")
+        entries = {**{name: run[name] for name in names}, "verdict": verdicts.get(run["arm"])}
+        summaries[run["run"]] = {name: value for name, value in entries.items() if value is not None}
     return summaries
 
 
@@ -136,7 +134,10 @@ def summarize_study(frames: StudyFrames) -> dict[str, Any]:
     collapse. notes: what the report concludes, in sentences.
     """
     (study,), (family,) = require_single_study(frames).studies, frames.families
-    report, collapses = find_report(frames), _find_collapses(frames)
+    # Runs without a training step, and those of other families, do not collapse.
+    ends = find_run_ends(frames) if family.is_fine_tuning else pd.DataFrame(columns=["run_id", "is_collapse"])
+    collapses = dict(zip(ends["run_id"], map(bool, ends["is_collapse"]), strict=True))
+    report = find_report(frames)
     results = report.make_results(frames, has_labels=False)
     heading = make_heading(report, results)
     return {
@@ -166,21 +167,9 @@ def summarize_study(frames: StudyFrames) -> dict[str, Any]:
     }
 
 
-def _find_collapses(frames: StudyFrames) -> dict[str, bool]:
-    """Find whether each run with a training step collapsed, by run_id; empty where runs do not collapse."""
-    (family,) = frames.families
-    ends = find_run_ends(frames) if family.is_fine_tuning else pd.DataFrame(columns=["run_id", "is_collapse"])
-    return {run_id: bool(is_collapse) for run_id, is_collapse in zip(ends["run_id"], ends["is_collapse"], strict=True)}
-
-
 def list_open_arms(frames: StudyFrames) -> list[str]:
     """List the arms whose difference from the baseline is neither resolved nor equal within the margin."""
-    return [row["arm"] for row in _list_verdicts(frames) if row["outcome"] == "open"]
-
-
-def _list_verdicts(frames: StudyFrames) -> list[dict[str, Any]]:
-    report = find_report(frames)
-    return to_records(report.make_verdicts(report.make_results(frames, has_labels=False)))
+    return [arm["arm"] for arm in summarize_study(frames)["arms"] if arm["verdict"] == "open"]
 
 
 def draw_figures(frames: StudyFrames, names: Collection[str] | None = None) -> dict[str, alt.TopLevelMixin]:
@@ -212,10 +201,15 @@ def write_index(output: Path | str) -> Path:
     output = Path(output)
     folders = find_study_folders(output)
     study_frames = [load(folder) for folder in folders]
-    views = [
-        _view_study(frames, os.path.relpath(folder / "report.html", output))
-        for folder, frames in zip(folders, study_frames, strict=True)
-    ]
+    views = []
+    for folder, frames in zip(folders, study_frames, strict=True):
+        report, study = find_report(frames), frames.studies[0]
+        results = report.make_results(layout.name_arms(frames))
+        heading, table = make_heading(report, results), _find_verdict_table(report, results)
+        remarks = (f"**{remark}**" for remark in heading.remarks)
+        words = [f"**{heading.title}**", heading.over, *remarks, *heading.lead]
+        tables, link = [table] if table else [], os.path.relpath(folder / "report.html", output)
+        views.append(SectionView(f"study-{study.run}", study.name, words, tables=tables, link=link))
     frames = concat_studies(study_frames)
     # Families with the same report share the sections of an index.
     reports = dict.fromkeys(family.report for family in frames.families)
@@ -226,20 +220,6 @@ def write_index(output: Path | str) -> Path:
     views += view_sections(sections, frames, with_charts=None)
     views += [SectionView("consistency", "Consistency of equal runs", [*pairs, note])]
     return write_page(output / "index.html", render_page(Heading("", title), views))
-
-
-def _view_study(frames: StudyFrames, link: str) -> SectionView:
-    """View a study in an index: what it asks and concludes, and its verdicts."""
-    report = find_report(frames)
-    results = report.make_results(layout.name_arms(frames))
-    heading, study, table = make_heading(report, results), frames.studies[0], _find_verdict_table(report, results)
-    return SectionView(
-        f"study-{study.run}",
-        study.name,
-        [f"**{heading.title}**", heading.over, *(f"**{remark}**" for remark in heading.remarks), *heading.lead],
-        tables=[table] if table else [],
-        link=link,
-    )
 
 
 def list_consistency(frames: StudyFrames) -> list[str]:

@@ -8,8 +8,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from analysis.sources.logs import RunLog, flatten
-from analysis.sources.steps import STEP_KEYS, make_log
+from analysis.sources.logs import STEP_KEYS, RunLog, flatten, make_log
 from trainable.files.paths import read_bytes
 
 _LENGTH = struct.Struct("<QI")
@@ -25,7 +24,8 @@ def read_event_files(files: Sequence[tuple[Path, bytes]]) -> RunLog | None:
     of time, and neighbors of one step are one entry. Texts that are JSON objects, as the arguments that transformers
     writes, and hyper-parameters are settings.
     """
-    if not _is_event_file(files[0][1]):
+    # The first record of such a file is its version.
+    if not files[0][1][_LENGTH.size + 9 : _LENGTH.size + 24].startswith(b"\x1a\x0dbrain.Event:"):
         return None
     notes: list[str] = []
     settings: dict[str, Any] = {}
@@ -66,11 +66,6 @@ def read_event_settings(paths: Sequence[Path]) -> dict[str, Any]:
             for value in event.summary.value:
                 settings |= _read_settings(value)
     return settings
-
-
-def _is_event_file(content: bytes) -> bool:
-    """Check whether the first record is the version of event files."""
-    return content[_LENGTH.size + 9 : _LENGTH.size + 24].startswith(b"\x1a\x0dbrain.Event:")
 
 
 def _iter_events(content: bytes) -> Iterator[tuple[int, Any]]:

@@ -2,16 +2,15 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from analysis.sources.csv_logs import read_csv
 from analysis.sources.event_files import read_event_files
-from analysis.sources.json_logs import read_json_lines, read_trainer_state
-from analysis.sources.logs import LogError, RunLog, merge_rows
+from analysis.sources.logs import ROLES_BY_NAME, SEED_KEY, LogError, Roles, RunLog, merge_rows
 from analysis.sources.names import Name, translate_rows
-from analysis.sources.steps import ROLES_BY_NAME, SEED_KEY, Roles
+from analysis.sources.tables import read_csv, read_json_lines, read_trainer_state
 from analysis.sources.verl_console import read_verl_console
 from analysis.sources.wandb_files import read_wandb_files
 from trainable.files.json_lines import write_lines
@@ -21,6 +20,7 @@ from trainable.runs.history import describe_end
 from trainable.runs.run_files import METRICS_FILE
 from trainable.runs.study_record import (
     RUN_FILE,
+    SCHEMA,
     STATUS_FILE,
     STUDY_FILE,
     AxisRecord,
@@ -135,13 +135,18 @@ def name_runs(logs: Sequence[RunLog], arm_keys: Sequence[str] = (), seed_key: st
         ]
         groups = _group_by_partition(logs, candidates)
         if len(groups) > 1:
-            choice = "; ".join(f"{key} ({_list_values(logs, key)})" for key in candidates[:_MAX_LISTED])
+            values = {key: list(dict.fromkeys(_format(log.settings.get(key)) for log in logs)) for key in candidates}
+            choice = "; ".join(f"{key} ({_list_keys(values[key])})" for key in candidates[:_MAX_LISTED])
             raise LogError(
                 f"The logs differ in several settings: type --arm with that of the arms, in `import`: {choice}."
             )
         axis_keys = [group[0] for group in groups]
         notes += [f"The arms differ in {_list_keys(group)} together." for group in groups if len(group) > 1]
-    pairs = [_name_run(log, axis_keys, seed_keys[:1], number) for number, log in enumerate(logs)]
+    pairs = []
+    for number, log in enumerate(logs):
+        arm = ",".join(_format(log.settings.get(key)) for key in axis_keys) or "all"
+        seed = next((log.settings.get(key) for key in seed_keys), None)
+        pairs.append((arm, seed if type(seed) is int and 0 <= seed < 2**31 else number))
     if not seed_keys and len(logs) > 1:
         notes.append("The logs name no seed, so runs are numbered, and no two of different arms count as a pair.")
     for number, pair in enumerate(pairs):
@@ -151,12 +156,6 @@ def name_runs(logs: Sequence[RunLog], arm_keys: Sequence[str] = (), seed_key: st
                 f"leave one out, or type --seed or --arm with one of {_list_keys(differing)}."
             )
     return RunNames(" x ".join(axis_keys), pairs, notes)
-
-
-def _name_run(log: RunLog, axis_keys: Sequence[str], seed_keys: Sequence[str], number: int) -> tuple[str, int]:
-    arm = ",".join(_format(log.settings.get(key)) for key in axis_keys) or "all"
-    seed = next((log.settings.get(key) for key in seed_keys), None)
-    return arm, seed if type(seed) is int and 0 <= seed < 2**31 else number
 
 
 def _group_by_partition(logs: Sequence[RunLog], keys: Sequence[str]) -> list[list[str]]:
@@ -172,20 +171,16 @@ def _list_keys(keys: Sequence[str]) -> str:
     return ", ".join(keys[:_MAX_LISTED]) + (", ..." if len(keys) > _MAX_LISTED else "") if keys else "none"
 
 
-def _list_values(logs: Sequence[RunLog], key: str) -> str:
-    return _list_keys(list(dict.fromkeys(_format(log.settings.get(key)) for log in logs)))
-
-
 def _format(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def import_logs(
-    logs: Sequence[RunLog], names: RunNames, folder: Path, study: StudyRecord, columns: Sequence[Name]
+    logs: Sequence[RunLog], names: RunNames, folder: Path, columns: Sequence[Name], command: str = ""
 ) -> None:
     """Write the logs as a study to the new `folder`, with one run each.
 
-    study: what is known of the study beside its runs. columns: see `translate_rows`. Raises LogError before anything is
+    columns: see `translate_rows`. command: the one that writes the study again. Raises LogError before anything is
     written if the logs lack what arms are compared by.
     """
     all_rows = [translate_rows(log, columns) for log in logs]
@@ -196,30 +191,35 @@ def import_logs(
             f"the measurement to compare, which may be one of the training, of {_list_keys(keys)}."
         )
     longest = max(rows[-1]["step"] for rows in all_rows)
-    totals = [_find_total(log) or longest for log in logs]
+    totals = []
+    for log in logs:
+        values = (log.settings.get(key) for key in _TOTAL_STEPS)
+        totals.append(next((value for value in values if isinstance(value, int) and value > 0), longest))
     entries: list[RunEntry] = []
     for (arm, seed), log in zip(names.pairs, logs, strict=True):
         run_id = re.sub(r"[^\w.=,+-]+", "_", f"{arm}-s{seed}").lstrip(".")[:200]
         is_taken = any(run_id == entry.run_id for entry in entries)
         run_id += f"-{len(entries)}" * is_taken
-        entries.append(RunEntry(run_id, arm, seed, study.name, arm, run_id, log=str(log.path)))
+        entries.append(RunEntry(run_id, arm, seed, folder.name, arm, run_id, log=str(log.path)))
     for entry, log, rows, total in zip(entries, logs, all_rows, totals, strict=True):
         _write_run(folder / "runs" / entry.run_id, entry, log, rows, total)
     arms = tuple(dict.fromkeys(arm for arm, _ in names.pairs))
-    record = replace(
-        study,
-        axis=AxisRecord(names.setting or "arm", values=arms),
-        seeds=tuple(sorted({seed for _, seed in names.pairs})),
-        runs=tuple(entries),
-        settings={"trainer": {"total_training_steps": max(totals)}},
+    record = StudyRecord(
+        folder.name,
+        "",
+        AxisRecord(names.setting or "arm", values=arms),
+        tuple(sorted({seed for _, seed in names.pairs})),
+        tuple(entries),
+        {"trainer": {"total_training_steps": max(totals)}},
+        schema=SCHEMA,
+        question=f"How do these runs differ {f'by {names.setting}' if names.setting else 'between seeds'}?",
+        run=folder.name,
+        family="imported",
         baseline=arms[0] if len(arms) > 1 else "",
+        command=command,
+        created_at=datetime.now(UTC).isoformat(),
     )
     write_object(folder / STUDY_FILE, _to_json(record))
-
-
-def _find_total(log: RunLog) -> int | None:
-    values = (log.settings.get(key) for key in _TOTAL_STEPS)
-    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def _write_run(run_dir: Path, entry: RunEntry, log: RunLog, rows: list[dict[str, Any]], total: int) -> None:

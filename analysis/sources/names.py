@@ -89,7 +89,16 @@ def translate_rows(log: RunLog, own_names: Sequence[Name] = ()) -> list[dict[str
             matches[keys] = [
                 (name, [[key for key in keys if term.match(key)] for term in name.terms]) for name in names
             ]
-        translated.append((row, _translate_row(row, matches[keys])))
+        values: dict[str, float] = {}
+        for name, keys_by_term in matches[keys]:
+            if name.column in values or not all(keys_by_term):
+                continue
+            is_rounded = any(key in row.rounded_zeros for term_keys in keys_by_term for key in term_keys)
+            if is_rounded and name.column not in KEEPS_ZERO:
+                continue
+            total = sum(sum(row.values[key] for key in term_keys) / len(term_keys) for term_keys in keys_by_term)
+            values[name.column] = 1 - total if name.is_complement else total
+        translated.append((row, values))
     shift = int(any(row.step == 0 and "train_reward" in values for row, values in translated))
     if shift:
         log.notes.append("The log counts steps from 0, and these rows from 1.")
@@ -120,16 +129,3 @@ def translate_rows(log: RunLog, own_names: Sequence[Name] = ()) -> list[dict[str
     if not rows:
         raise LogError(f"{log.path} has no step of the training, only what was measured before it: leave it out.")
     return rows
-
-
-def _translate_row(row: LogRow, matches: Sequence[tuple[Name, list[list[str]]]]) -> dict[str, float]:
-    values: dict[str, float] = {}
-    for name, keys_by_term in matches:
-        if name.column in values or not all(keys_by_term):
-            continue
-        is_rounded = any(key in row.rounded_zeros for keys in keys_by_term for key in keys)
-        if is_rounded and name.column not in KEEPS_ZERO:
-            continue
-        total = sum(sum(row.values[key] for key in keys) / len(keys) for keys in keys_by_term)
-        values[name.column] = 1 - total if name.is_complement else total
-    return values

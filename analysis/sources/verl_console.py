@@ -27,19 +27,6 @@ class _Line(NamedTuple):
     text: str
 
 
-def _split_lines(content: bytes) -> list[_Line]:
-    """Split a log into lines without colors, NUL bytes, progress bars and the names of processes."""
-    text = _ANSI.sub("", content.replace(b"\0", b"").decode(errors="replace"))
-    lines = []
-    for number, line in enumerate(text.split("\n"), 1):
-        shown = line.rstrip("\r").rpartition("\r")[2]  # what a progress bar overwrote
-        driver_text, *pieces = _PREFIX.split(shown)
-        if driver_text or not pieces:
-            lines.append(_Line(number, "", driver_text))
-        lines += [_Line(number, *piece) for piece in zip(pieces[::2], pieces[1::2], strict=True)]
-    return lines
-
-
 def _parse_wrapped(lines: list[_Line], start: int) -> Any:
     """Parse a Python literal that begins in a line and continues in the next ones of the same process; else None."""
     worker, pieces, depth = lines[start].worker, [], 0
@@ -80,7 +67,14 @@ def read_verl_console(path: Path, content: bytes) -> RunLog | None:
     Validations before and after training, and those in lines of their own, belong to the last step before them. Logs of
     2024 count training steps from 0, and all others from 1; here, step 0 is before training.
     """
-    lines = _split_lines(content)
+    lines: list[_Line] = []
+    text = _ANSI.sub("", content.replace(b"\0", b"").decode(errors="replace"))
+    for number, line_text in enumerate(text.split("\n"), 1):
+        shown = line_text.rstrip("\r").rpartition("\r")[2]  # what a progress bar overwrote
+        driver_text, *pieces = _PREFIX.split(shown)
+        if driver_text or not pieces:
+            lines.append(_Line(number, "", driver_text))
+        lines += [_Line(number, *piece) for piece in zip(pieces[::2], pieces[1::2], strict=True)]
     settings: dict[str, Any] = {}
     rows: list[LogRow] = []
     trained_steps: list[int] = []

@@ -8,8 +8,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from analysis.sources.logs import LogError, RunLog, flatten
-from analysis.sources.steps import make_log
+from analysis.sources.logs import LogError, RunLog, flatten, make_log
 
 _MAGIC = b":W&B"
 _HEADER_BYTES = 7

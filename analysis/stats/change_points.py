@@ -5,7 +5,6 @@ is reached at the end of the change. A sudden change is the shortest ramp. The m
 changes in different directions: select a section of it, or fix the direction.
 """
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -35,8 +34,6 @@ class Change(NamedTuple):
     before: float = NAN
     after: float = NAN
     """The two levels, in the unit of the series."""
-    noise: float = NAN
-    """Standard deviation of the residuals."""
     p: float = NAN
     """For the hypothesis that the series has no change."""
 
@@ -73,18 +70,22 @@ def find_change(steps: ArrayLike, values: ArrayLike, generator: np.random.Genera
         return Change()
     after_minus_before, before = np.polyfit(ramps[best], y, 1)
     residuals = y - (before + after_minus_before * ramps[best])
-    low, high = _find_interval(x, starts, explained, float(((y - y.mean()) ** 2).sum()), residuals)
+    correlation = max(0.0, float((residuals[1:] * residuals[:-1]).sum() / max((residuals**2).sum(), 1e-300)))
+    inflation, df = (1 + correlation) / (1 - min(correlation, 0.9)), len(x) - NUM_PARAMETERS
+    total = float(((y - y.mean()) ** 2).sum())
+    unexplained = np.maximum(total - explained, 1e-12 * total)
+    limit = 1 + inflation * special.fdtri(1, df, CONFIDENCE_LEVEL) / df
+    onsets = x[starts[unexplained <= limit * unexplained.min()]]
     permuted_values = _permute_blocks(y, NUM_PERMUTATIONS, generator)
     permuted_maxima = _compute_explained(shapes, permuted_values.T, direction).max(axis=0)
     num_extreme = int((permuted_maxima >= explained[best] * (1 - 1e-9)).sum())
     return Change(
         onset=float(x[starts[best]]),
-        low=low,
-        high=high,
+        low=float(onsets.min()),
+        high=float(onsets.max()),
         end=float(x[ends[best]]),
         before=float(before),
         after=float(before + after_minus_before),
-        noise=math.sqrt(float((residuals**2).sum()) / (len(y) - NUM_PARAMETERS)),
         p=(1 + num_extreme) / (1 + NUM_PERMUTATIONS),
     )
 
@@ -97,19 +98,6 @@ def _compute_explained(shapes: Floats, values: Floats, direction: int) -> Floats
         projections *= np.sign(direction)
         np.maximum(projections, 0.0, out=projections)
     return np.square(projections, out=projections)
-
-
-def _find_interval(
-    x: Floats, starts: Floats, explained: Floats, total: float, residuals: Floats
-) -> tuple[float, float]:
-    """Find the smallest and the largest onset that the F test of `find_change` does not reject."""
-    correlation = max(0.0, float((residuals[1:] * residuals[:-1]).sum() / max((residuals**2).sum(), 1e-300)))
-    inflation = (1 + correlation) / (1 - min(correlation, 0.9))
-    df = len(x) - NUM_PARAMETERS
-    limit = 1 + inflation * special.fdtri(1, df, CONFIDENCE_LEVEL) / df
-    unexplained = np.maximum(total - explained, 1e-12 * total)
-    onsets = x[starts[unexplained <= limit * unexplained.min()]]
-    return float(onsets.min()), float(onsets.max())
 
 
 def _permute_blocks(values: Floats, count: int, generator: np.random.Generator) -> Floats:

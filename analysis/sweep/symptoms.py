@@ -6,7 +6,7 @@ of the symptoms: like the spread of rewards it is measured at every step, so bot
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ import pandas as pd
 
 from analysis.data.compare import make_estimate_columns
 from analysis.data.frames import StudyFrames, to_records
+from analysis.data.schemas import Row
 from analysis.stats.change_points import MIN_POINTS, Change, find_change
 from analysis.stats.estimates import Estimate
 from analysis.sweep.collapse import find_run_ends
@@ -162,39 +163,27 @@ def summarize_order(onsets: pd.DataFrame) -> pd.DataFrame:
     """
     is_collapse = onsets["is_collapse"].astype(bool)
     success = onsets[is_collapse & (onsets["symptom"] == SUCCESS.column)].set_index("run_id").dropna(subset="onset")
-    rows = [
-        _summarize_symptom(symptom, onsets[is_own & is_collapse], onsets[is_own & ~is_collapse], success)
-        for symptom in SYMPTOMS
-        if (is_own := onsets["symptom"] == symptom.column).any()
-    ]
+    rows = []
+    for symptom in SYMPTOMS:
+        is_own = onsets["symptom"] == symptom.column
+        if not is_own.any():
+            continue
+        changed_rows = onsets[is_own & is_collapse].dropna(subset="onset").set_index("run_id")
+        run_ids = changed_rows.index.intersection(success.index) if symptom != SUCCESS else []
+        own, other = changed_rows.loc[run_ids], success.loc[run_ids]
+        lead = estimate_median_lead((other["onset"] - own["onset"]).to_numpy(dtype=float))
+        earlier, later = int((own["high"] < other["low"]).sum()), int((own["low"] > other["high"]).sum())
+        row: Row = {"symptom": symptom.column, "label": symptom.label}
+        row |= {"runs": int((is_own & is_collapse).sum()), "changed": len(changed_rows)}
+        row["well_runs"] = int((is_own & ~is_collapse).sum())
+        row["well_changed"] = int(onsets.loc[is_own & ~is_collapse, "onset"].notna().sum())
+        row["first"] = int(changed_rows["is_first"].sum())
+        row["median_onset"] = float(changed_rows["onset"].median()) if len(changed_rows) else math.nan
+        row |= {"earlier": earlier, "later": later, "undecided": len(own) - earlier - later}
+        rows.append(row | {**make_estimate_columns("lead", lead), "p": lead.p})
     table = pd.DataFrame(rows, columns=list(_ORDER_COLUMNS[:-1]))
     table = table.assign(p_adjusted=adjust_discoveries(table["p"].to_list()))
     return table.sort_values("median_onset", kind="stable", na_position="last").reset_index(drop=True)
-
-
-def _summarize_symptom(
-    symptom: Symptom, rows: pd.DataFrame, well_rows: pd.DataFrame, success: pd.DataFrame
-) -> Mapping[str, object]:
-    changed_rows = rows.dropna(subset="onset").set_index("run_id")
-    run_ids = changed_rows.index.intersection(success.index) if symptom != SUCCESS else []
-    own, other = changed_rows.loc[run_ids], success.loc[run_ids]
-    lead = estimate_median_lead((other["onset"] - own["onset"]).to_numpy(dtype=float))
-    earlier, later = int((own["high"] < other["low"]).sum()), int((own["low"] > other["high"]).sum())
-    return {
-        "symptom": symptom.column,
-        "label": symptom.label,
-        "runs": len(rows),
-        "changed": len(changed_rows),
-        "well_runs": len(well_rows),
-        "well_changed": int(well_rows["onset"].notna().sum()),
-        "first": int(changed_rows["is_first"].sum()),
-        "median_onset": float(changed_rows["onset"].median()) if len(changed_rows) else math.nan,
-        "earlier": earlier,
-        "later": later,
-        "undecided": len(own) - earlier - later,
-        **make_estimate_columns("lead", lead),
-        "p": lead.p,
-    }
 
 
 def estimate_median_lead(leads: Sequence[float] | np.ndarray) -> Estimate:

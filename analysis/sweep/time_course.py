@@ -8,8 +8,7 @@ import pandas as pd
 
 from analysis.data import compare
 from analysis.data.frames import StudyFrames
-from analysis.data.schemas import Row
-from analysis.stats.curves import CurveEstimates, Validations, compare_curves, estimate_curve
+from analysis.stats.curves import Validations, compare_curves, estimate_curve
 from analysis.stats.estimates import Estimate, holm_adjust
 from analysis.stats.events import EventTimes, compare_restricted_means, restricted_mean
 from analysis.sweep.collapse import find_run_ends, make_validations
@@ -98,38 +97,27 @@ def summarize_curves(frames: StudyFrames, generator: np.random.Generator) -> pd.
     scored = validations[validations["status"].isin(compare.SCORED_STATUSES)]
     rows = []
     for cost in COSTS:
-        curves = {
-            str(arm): estimate_curve(_collect_validations(arm_rows, cost), generator, NUM_DRAWS)
-            for arm, arm_rows in scored.dropna(subset=cost).groupby("arm", sort=False)
-        }
-        rows += [_make_curve_row(cost, arm, curves, "" if arm in copies else baseline) for arm in curves]
+        curves = {}
+        for arm, arm_rows in scored.dropna(subset=cost).groupby("arm", sort=False):
+            # A cost is missing where a run has no validation: any number will do, but NaN will not.
+            costs, values, episodes = (
+                arm_rows.pivot_table(index="seed", columns="step", values=name).to_numpy(dtype=float)
+                for name in (cost, "value", "episodes")
+            )
+            trials = np.nan_to_num(episodes, nan=1.0)
+            points = Validations(np.nan_to_num(costs, nan=1.0), np.round(values * episodes), trials)
+            curves[str(arm)] = estimate_curve(points, generator, NUM_DRAWS)
+        for arm, curve in curves.items():
+            difference, ratio, refusal = Estimate(), Estimate(), curve.refusal
+            if arm != baseline and baseline in curves and arm not in copies:
+                difference, ratio, comparison_refusal = compare_curves(curve, curves[baseline])
+                refusal = refusal or comparison_refusal
+            row = {"cost": cost, "arm": arm, "seeds": curve.ceiling.n}
+            estimates = {"ceiling": curve.ceiling, "midpoint": curve.midpoint, "ceiling_difference": difference}
+            for name, estimate in (estimates | {"midpoint_ratio": ratio}).items():
+                row |= compare.make_estimate_columns(name, estimate)
+            rows.append(row | {"p_ceiling": difference.p, "p_midpoint": ratio.p, "refusal": refusal})
     names = ["cost", "arm", "seeds", "ceiling", "midpoint", "ceiling_difference", "midpoint_ratio", "refusal"]
     table = pd.DataFrame(rows, columns=list(rows[0]) if rows else [*names, "p_ceiling", "p_midpoint"])
     adjusted = holm_adjust(np.concatenate([table["p_ceiling"], table["p_midpoint"]]).astype(float))
     return table.assign(p_ceiling_holm=adjusted[: len(table)], p_midpoint_holm=adjusted[len(table) :])
-
-
-def _collect_validations(rows: pd.DataFrame, cost: str) -> Validations:
-    tables = [rows.pivot_table(index="seed", columns="step", values=name) for name in (cost, "value", "episodes")]
-    # A cost is missing where a run has no validation: any number will do, but NaN will not.
-    costs, values, episodes = (table.to_numpy(dtype=float) for table in tables)
-    return Validations(np.nan_to_num(costs, nan=1.0), np.round(values * episodes), np.nan_to_num(episodes, nan=1.0))
-
-
-def _make_curve_row(cost: str, arm: str, curves: Mapping[str, CurveEstimates], baseline: str) -> Row:
-    curve, difference, ratio, refusal = curves[arm], Estimate(), Estimate(), curves[arm].refusal
-    if arm != baseline and baseline in curves:
-        difference, ratio, comparison_refusal = compare_curves(curve, curves[baseline])
-        refusal = refusal or comparison_refusal
-    return {
-        "cost": cost,
-        "arm": arm,
-        "seeds": curve.ceiling.n,
-        **compare.make_estimate_columns("ceiling", curve.ceiling),
-        **compare.make_estimate_columns("midpoint", curve.midpoint),
-        **compare.make_estimate_columns("ceiling_difference", difference),
-        **compare.make_estimate_columns("midpoint_ratio", ratio),
-        "p_ceiling": difference.p,
-        "p_midpoint": ratio.p,
-        "refusal": refusal,
-    }

@@ -107,31 +107,25 @@ def format_holm(p: float) -> str:
 def describe_stops(runs: pd.DataFrame) -> str:
     """Describe how many scored runs each rule stopped, with steps, values and thresholds; empty if no rule did.
 
-    Example: `low_validation_success stopped 1 of 3 runs (step 45: 0.002 < 0.01)`.
+    Example: `low_validation_success stopped 1 of 3 runs (step 45: 0.002 < 0.01)`. For a run that had mastered its game,
+    the success is added: `step 45: 0.002 < 0.01, at success 0.994`.
     """
     stops_by_rule: dict[str, list[str]] = {}
     for run in to_records(runs[runs["status"] == "early_stopped"]):
-        stops_by_rule.setdefault(run["stop_rule"] or "a rule", []).append(describe_stop(run))
+        step_text = "" if pd.isna(run["stop_step"]) else f"step {run['stop_step']}: "
+        value, threshold = run["stop_value"], run["stop_threshold"]
+        # Families without these columns do not show whether a game was mastered.
+        success, train_success = (run.get(f"final_{split}_success", math.nan) for split in ("val", "train"))
+        is_mastered = success >= MASTERED_SUCCESS and train_success >= MASTERED_SUCCESS
+        mastery_text = f", at success {format_number(success)}" if is_mastered else ""
+        # Some rules fire below their threshold (success), others at or above it (a count of empty steps).
+        sign = "<" if value < threshold else "≥"
+        stop_text = f"{step_text}{format_number(value)} {sign} {format_number(threshold)}{mastery_text}"
+        stops_by_rule.setdefault(run["stop_rule"] or "a rule", []).append(stop_text)
     return " and ".join(
         f"{rule} stopped {len(stop_texts)} of {len(runs)} runs ({'; '.join(stop_texts)})"
         for rule, stop_texts in stops_by_rule.items()
     )
-
-
-def describe_stop(run: Mapping[str, Any]) -> str:
-    """Describe at which step, value and threshold a rule stopped a run: `step 45: 0.002 < 0.01`.
-
-    For a run that had mastered its game, the success is added: `step 45: 0.002 < 0.01, at success 0.994`.
-    """
-    step_text = "" if pd.isna(run["stop_step"]) else f"step {run['stop_step']}: "
-    value, threshold = run["stop_value"], run["stop_threshold"]
-    # Families without these columns do not show whether a game was mastered.
-    success, train_success = (run.get(f"final_{split}_success", math.nan) for split in ("val", "train"))
-    is_mastered = success >= MASTERED_SUCCESS and train_success >= MASTERED_SUCCESS
-    mastery_text = f", at success {format_number(success)}" if is_mastered else ""
-    # Some rules fire below their threshold (success), others at or above it (a count of empty steps).
-    sign = "<" if value < threshold else "≥"
-    return f"{step_text}{format_number(value)} {sign} {format_number(threshold)}{mastery_text}"
 
 
 def describe_unfinished(runs: pd.DataFrame) -> str:

@@ -20,43 +20,31 @@ from tune_study.host.console import print_line, print_table
 from tune_study.placement.disk import count_folder_bytes
 
 
-def find_removable_states(folder: Path) -> dict[str, list[Path]]:
-    """Find the rolling checkpoints that can be removed from results/<run>, by run_id in the order of study.json.
-
-    Only runs that are completed or were stopped by a rule are listed: any other run, such as a failed one, needs its
-    checkpoint to continue. Under --keep-best, the best checkpoint stays. Raises PlanError if the folder contains no
-    study, and UnsafePathError if it has links for folders.
-    """
-    study = read_study(folder)
-    keeps_best = flatten_settings(study.settings).get("trainer.keep_best")
-    check_tree(folder, [folder / "runs" / entry.run_id for entry in study.runs])
-    states: dict[str, list[Path]] = {}
-    for entry in study.runs:
-        run_dir = folder / "runs" / entry.run_id
-        status, path = find_record(StatusRecord, run_dir), run_dir / STATE_FOLDER
-        if status is None or status.status not in ENDED_STATUSES or not path.exists():
-            continue
-        check_path(folder, path)
-        paths = [path]
-        if keeps_best:
-            from trainable.runs.checkpoint import iter_checkpoints  # imports torch
-
-            best_step = find_best_step(read_rows(run_dir / METRICS_FILE), FAMILIES[study.family].primary_metric)
-            paths = [checkpoint for step, checkpoint in iter_checkpoints(path) if step != best_step]
-        if paths:
-            states[entry.run_id] = paths
-    return states
-
-
 def clean(console: Console, run: str, is_confirmed: bool) -> None:
     """Print what can be removed, and remove it if --yes was typed or the user agrees.
 
-    Raises PlanError if RUN is not a local study folder, or if another process runs the study.
+    Those are the rolling checkpoints of runs that are completed or were stopped by a rule: any other run, such as a
+    failed one, needs its checkpoint to continue. Under --keep-best, the best checkpoint stays. Raises PlanError if RUN
+    is not a local study folder, or if another process runs the study, and UnsafePathError if it has links for folders.
     """
     folder = Path(run)
-    read_study(folder)  # before the lock, which creates a folder
+    study = read_study(folder)  # before the lock, which creates a folder
     with outputs.lock_folder(folder):
-        states = find_removable_states(folder)
+        check_tree(folder, [folder / "runs" / entry.run_id for entry in study.runs])
+        states: dict[str, list[Path]] = {}
+        for entry in study.runs:
+            run_dir = folder / "runs" / entry.run_id
+            status, path = find_record(StatusRecord, run_dir), run_dir / STATE_FOLDER
+            if status is None or status.status not in ENDED_STATUSES or not path.exists():
+                continue
+            check_path(folder, path)
+            paths = [path]
+            if flatten_settings(study.settings).get("trainer.keep_best"):
+                from trainable.runs.checkpoint import iter_checkpoints  # imports torch
+
+                best_step = find_best_step(read_rows(run_dir / METRICS_FILE), FAMILIES[study.family].primary_metric)
+                paths = [checkpoint for step, checkpoint in iter_checkpoints(path) if step != best_step]
+            states |= {entry.run_id: paths} if paths else {}
         if not states:
             print_line(console, "Nothing to remove: no run that has ended keeps a rolling checkpoint.")
             return

@@ -50,11 +50,11 @@ from tune_study.commands.requests import (
 )
 from tune_study.folder import locate, outputs, study_file
 from tune_study.host.console import make_console, print_error, print_json, print_line, show_warnings
-from tune_study.host.gpus import detect_gpus
 from tune_study.host.interrupt import make_interrupt
+from tune_study.host.machine_checks import detect_gpus
 from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
-from tune_study.plan.errors import EXIT_CODES, PlanError
+from tune_study.plan.errors import FAILED_CHECK_CODE, PlanError
 from tune_study.plan.own_study import load_own_study, load_typed_files, pin_typed_values, write_study_file
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.plan.typed_settings import collect_overrides, find_arm, find_study, normalize_study_name
@@ -104,8 +104,7 @@ def report_errors(command: Command) -> Command:
             command(*args, **kwargs)
         except (ConfigError, PlanError, OwnPartError, UnsafePathError) as error:
             print_error(f"tune_study: {error}")
-            severity = error.problem.severity if isinstance(error, PlanError) else "refusal"
-            raise typer.Exit(EXIT_CODES[severity]) from None
+            raise typer.Exit(getattr(error, "exit_code", PlanError.exit_code)) from None
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG or error.filename is None:
                 raise
@@ -326,7 +325,7 @@ def report(
         print_json("report", answer)
     if failure := results.describe_failures(answer, conditions):
         print_error(f"tune_study: {failure}")
-        raise typer.Exit(EXIT_CODES["failed check"])
+        raise typer.Exit(FAILED_CHECK_CODE)
 
 
 @command(READ, "import", "logs/*.log --output imported --arm actor_rollout_ref.actor.kl_loss_coef")

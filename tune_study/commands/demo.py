@@ -1,19 +1,16 @@
 """The command `demo`: show the recorded study with its statuses, verdicts, two episodes and its report."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 
 from trainable.config.command_lines import format_command
-from trainable.runs.episode_lines import RecordedEpisode
 from trainable.runs.study_record import StudyRecord, find_record
 from tune_study.commands.describe import print_status, read_status
 from tune_study.commands.reading.transcripts import (
     LEGEND,
     EpisodeChoice,
-    RunEpisodes,
     print_episode,
     read_run_episodes,
     select_episodes,
@@ -51,10 +48,15 @@ def show_demo(console: Console, output: Path) -> str:
     print_status(console, read_status(folder, str(folder), study, is_running=False))
     print_line(console, "")
     print_line(console, LEGEND)
-    for words, run, episode in _choose_episodes(read_run_episodes(folder, study), study.baseline):
-        print_line(console, "")
-        print_line(console, f"{words} of arm {run.arm}, seed {run.seed}:")
-        print_episode(console, episode)
+    # The first failed episode at the end of a baseline run, and the first solved one at the end of another.
+    runs = read_run_episodes(folder, study)
+    for success, words in ((False, "A failed episode at the end"), (True, "A solved episode at the end")):
+        for run in [run for run in runs if (run.arm == study.baseline) != success]:
+            if episodes := select_episodes(run, EpisodeChoice(success=success)):
+                print_line(console, "")
+                print_line(console, f"{words} of arm {run.arm}, seed {run.seed}:")
+                print_episode(console, episodes[0])
+                break
     print_line(console, "")
     # Last, because it takes longest: the rest is on the terminal by then.
     print_line(console, "Making tables and report ...")
@@ -69,14 +71,3 @@ def show_demo(console: Console, output: Path) -> str:
         print_line(console, f"  {format_command(name, folder)}")
     print_line(console, f"  {format_command('run', 'kl', '--preset', 'laptop', '--output', 'mine')}")
     return problem
-
-
-def _choose_episodes(runs: list[RunEpisodes], baseline: str) -> Iterator[tuple[str, RunEpisodes, RecordedEpisode]]:
-    """Choose the first failed episode at the end of a baseline run, and the first solved one at the end of another."""
-    choices = ((True, False, "A failed episode at the end"), (False, True, "A solved episode at the end"))
-    for is_baseline, success, words in choices:
-        for run in runs:
-            episodes = select_episodes(run, EpisodeChoice(success=success))
-            if (run.arm == baseline) == is_baseline and (episode := next(iter(episodes), None)) is not None:
-                yield words, run, episode
-                break

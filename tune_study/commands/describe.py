@@ -16,7 +16,6 @@ from trainable.config.command_lines import format_command
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.own_parts import PART_FORM, Choice, parse_part_name
 from trainable.config.run_config import iter_fields
-from trainable.config.sections import ModelConfig
 from trainable.config.setting_types import flatten_settings, format_value, is_common
 from trainable.files.json_values import DamageWarning, parse_finite
 from trainable.files.step_phase import read_phase
@@ -24,7 +23,7 @@ from trainable.runs.history import RunHistory, describe_missing_signal, format_s
 from trainable.runs.study_record import ENDED_STATUSES, RunRecord, StudyRecord, find_record, find_total_steps
 from tune_study.folder.outputs import make_study_record
 from tune_study.host.console import print_line, print_table
-from tune_study.host.gpus import Gpu
+from tune_study.host.machine_checks import Gpu
 from tune_study.placement import memory_plan, time_estimate
 from tune_study.placement.disk import DiskBudget, format_disk_line
 from tune_study.placement.memory_plan import MemoryPlan
@@ -80,7 +79,14 @@ def summarize_plan(study: PreparedStudy) -> dict[str, Any]:
     is none. memory: missing without GPUs.
     """
     plan, resource_plan, memory = study.plan, study.resource_plan, study.memory
-    difference, power = _find_power(plan)
+    difference, power = math.nan, ""
+    if len(plan.values) > 1:
+        from analysis.sweep.planned_power import describe_power, find_resolved_difference  # imports pandas and SciPy
+
+        record = make_study_record(plan)
+        power = describe_power(record)
+        if plan.max_seeds is None:  # with a test at every look, it depends on how many looks follow
+            difference = find_resolved_difference(record, len(plan.seeds))
     lines = [
         *_describe_runs(plan, resource_plan),
         *_describe_search(plan),
@@ -143,18 +149,6 @@ def print_plan(console: Console, plan: StudyPlan, summary: Mapping[str, Any]) ->
     print_table(console, ("run", "arm", "seed", "steps", "log", "checkpoints"), rows, ("checkpoints", "log", "run"))
 
 
-def _find_power(plan: StudyPlan) -> tuple[float, str]:
-    """Find what the planned seeds resolve: the difference, and a line about it; NaN and no line for a single arm."""
-    if len(plan.values) < 2:
-        return math.nan, ""
-    from analysis.sweep.planned_power import describe_power, find_resolved_difference  # imports pandas and SciPy
-
-    record = make_study_record(plan)
-    # With a test at every look, it depends on how many looks follow.
-    difference = math.nan if plan.max_seeds is not None else find_resolved_difference(record, len(plan.seeds))
-    return difference, describe_power(record)
-
-
 def _describe_search(plan: StudyPlan) -> Iterator[str]:
     """Describe what a search does after the runs of its plan; yield nothing for other studies."""
     if plan.search is None:
@@ -212,7 +206,13 @@ def _describe_runs(plan: StudyPlan, resource_plan: ResourcePlan) -> Iterator[str
     yield f"Preset {plan.preset}: {plan.preset_reason}"
     if plan.model is not None:
         yield f"Model: {plan.model}"
-        yield from _describe_precision(plan.ppo_config.model)
+        model = plan.ppo_config.model
+        if model.dtype != "float32" or model.load_in_4bit:
+            scale = f", losses scaled by {model.loss_scale:g}" if model.dtype == "float16" else ""
+            logits = model.dtype if model.head_dtype == "model" else model.head_dtype
+            bits = ", linear layers of the frozen blocks in 4 bits" if model.load_in_4bit else ""
+            weights = "trained weights" if model.lora_rank else "weights"
+            yield f"Precision: passes in {model.dtype}{scale}, logits in {logits}{bits}, {weights} and sums in float32"
         yield from _describe_losses(plan)
     seeds = ",".join(map(str, plan.seeds))
     for value, added in plan.extra_seeds.items():  # single arms may have more
@@ -229,17 +229,7 @@ def _describe_runs(plan: StudyPlan, resource_plan: ResourcePlan) -> Iterator[str
     if resource_plan.gpu_slots:
         yield f"GPU slots (ids): {' '.join(resource_plan.gpu_slots)}"
     yield from resource_plan.notes
-    yield from map(str, find_remarks(plan))
-
-
-def _describe_precision(model: ModelConfig) -> Iterator[str]:
-    """Describe the types of passes, logits and weights; yield nothing if all are float32."""
-    if model.dtype != "float32" or model.load_in_4bit:
-        scale = f", losses scaled by {model.loss_scale:g}" if model.dtype == "float16" else ""
-        logits = model.dtype if model.head_dtype == "model" else model.head_dtype
-        bits = ", linear layers of the frozen blocks in 4 bits" if model.load_in_4bit else ""
-        weights = "trained weights" if model.lora_rank else "weights"
-        yield f"Precision: passes in {model.dtype}{scale}, logits in {logits}{bits}, {weights} and sums in float32"
+    yield from find_remarks(plan)
 
 
 def _describe_losses(plan: StudyPlan) -> Iterator[str]:

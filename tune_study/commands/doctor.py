@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT
 
@@ -14,9 +13,7 @@ from rich.console import Console
 from search_spaces.catalog import STUDIES
 from tune_study.folder.outputs import check_writable
 from tune_study.host.console import print_line
-from tune_study.host.gpus import detect_gpus
-from tune_study.host.machine_checks import find_ray_folder
-from tune_study.plan.errors import Problem
+from tune_study.host.machine_checks import detect_gpus, find_ray_folder
 from tune_study.plan.study_plan import make_plan
 
 _TIMEOUT_S = 900.0
@@ -47,9 +44,9 @@ def diagnose(console: Console, output: Path, preset: str | None) -> int:
     with tempfile.TemporaryFile() as out:
         try:
             code = subprocess.run(command, stdin=DEVNULL, stdout=out, stderr=STDOUT, timeout=_TIMEOUT_S).returncode
-            problem = Problem("refusal", f"the study ended with exit code {code}")
+            problem = f"the study ended with exit code {code}"
         except subprocess.TimeoutExpired:  # Ray's daemons end with the process
-            problem = Problem("refusal", f"the study did not end within {_TIMEOUT_S:g} s")
+            problem = f"the study did not end within {_TIMEOUT_S:g} s"
         except KeyboardInterrupt:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -58,7 +55,7 @@ def diagnose(console: Console, output: Path, preset: str | None) -> int:
     if code in (0, 2, 3):  # all went well, or the study was refused
         shutil.rmtree(folder)
     else:
-        problem = replace(problem, remedy=f"its files are in {folder}, and Ray's logs in {find_ray_folder(os.environ)}")
+        problem += f": its files are in {folder}, and Ray's logs in {find_ray_folder(os.environ)}."
     if code == 0:
         print_line(console, "No problems found: it was trained, evaluated and reported.")
         return 0

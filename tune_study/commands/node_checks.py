@@ -17,7 +17,7 @@ from tune_study.placement.disk import check_scratch
 from tune_study.placement.memory_plan import GpuCapacity
 from tune_study.placement.model_files import check_model
 from tune_study.placement.resources import check_engines
-from tune_study.plan.errors import PlanError, Problem
+from tune_study.plan.errors import PlanError
 from tune_study.plan.storage_uri import join_uri, split_uri
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan
 from tune_study.tune.cluster import Node, count_fitting_runs
@@ -29,8 +29,8 @@ _TIMEOUT_S = 180.0
 class NodeReport(NamedTuple):
     """What a node has, in bytes that are free for runs; on the disk, where runs with a storage write."""
 
-    problem: Problem | None
-    """What the node lacks, if no run can be placed there."""
+    problem: str
+    """What the node lacks, and what to do, if no run can be placed there; else empty."""
     disk_bytes: int
     memory_bytes: int
     gpu_memory_mib: tuple[int, ...]
@@ -51,11 +51,11 @@ def inspect_node(marker: str, configs: Sequence[Mapping[str, Any]], versions: Ma
     )
 
 
-def _find_problem(marker: str, configs: Sequence[Mapping[str, Any]], versions: Mapping[str, str]) -> Problem | None:
+def _find_problem(marker: str, configs: Sequence[Mapping[str, Any]], versions: Mapping[str, str]) -> str:
     try:
         check_versions(versions)  # first, since another version may be the cause of all else
     except NodeError as error:
-        return Problem("refusal", str(error))
+        return str(error)
     uri, name = split_uri(marker)
     try:
         folder = StoredFolder(uri)
@@ -67,7 +67,7 @@ def _find_problem(marker: str, configs: Sequence[Mapping[str, Any]], versions: M
             "type --output with a folder that all nodes share, or --storage with a bucket or a shared folder, for "
             "which this node has the network and, where `ray start` is typed, the credentials"
         )
-        return Problem("refusal", f"it cannot use {uri}, where every run writes ({format_error(error)})", remedy)
+        return f"it cannot use {uri}, where every run writes ({format_error(error)}): {remedy}."
     try:
         for settings in configs:
             config = RunConfig.model_validate(settings)
@@ -75,8 +75,8 @@ def _find_problem(marker: str, configs: Sequence[Mapping[str, Any]], versions: M
                 check_model(model, os.environ, config.model.chat_format)
             check_engines(config, os.environ)
     except PlanError as error:
-        return error.problem
-    return None
+        return str(error)
+    return ""
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def inspect_nodes(plan: StudyPlan, nodes: Sequence[Node]) -> dict[Node, NodeRepo
                 # The last line is the exception, after the traceback of the task.
                 reason = str(error).strip().splitlines()[-1].strip(" .")
                 remedy = "install the same tune_study there as here, as in docs/cluster.md"
-                reports[node] = NodeReport(Problem("refusal", reason, remedy), 0, 0, ())
+                reports[node] = NodeReport(f"{reason}: {remedy}.", 0, 0, ())
     return reports
 
 

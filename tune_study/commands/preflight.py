@@ -8,12 +8,13 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple, cast
 
+from pydantic import ValidationError
 from rich.console import Console
 
 from search_spaces.declaration.presets import PRESETS
 from trainable.backend.gpus import make_bundles
 from trainable.config.constants import TEACHERS
-from trainable.config.run_config import list_outside_settings
+from trainable.config.run_config import format_validation_error, list_outside_settings
 from trainable.config.setting_types import flatten_settings, format_value
 from trainable.runs.study_record import WandbMode, WandbTarget, check_wandb_project
 from tune_study.commands.describe import PreparedStudy, describe_signal, print_plan, summarize_plan
@@ -21,9 +22,8 @@ from tune_study.commands.requests import ChosenPreset, LaunchRequest, StudyReque
 from tune_study.folder import outputs
 from tune_study.folder.origin import find_last_wandb
 from tune_study.host.console import print_error, print_json, print_line
-from tune_study.host.gpus import Gpu, count_cpus
 from tune_study.host.interrupt import TimeLimit, make_interrupt, start_time_limit
-from tune_study.host.machine_checks import explain_long_path, find_ray_folder, measure_scratch_space
+from tune_study.host.machine_checks import Gpu, count_cpus, explain_long_path, find_ray_folder, measure_scratch_space
 from tune_study.placement import disk, memory_plan, resources
 from tune_study.placement.memory_plan import GpuCapacity
 from tune_study.placement.model_files import (
@@ -34,7 +34,7 @@ from tune_study.placement.model_files import (
     read_model_shape,
 )
 from tune_study.placement.resources import compile_kernels
-from tune_study.plan.errors import EXIT_CODES, MisfitError, PlanError, as_plan_error
+from tune_study.plan.errors import MisfitError, PlanError, as_plan_error
 from tune_study.plan.own_study import check_parts
 from tune_study.plan.remarks import find_remarks
 from tune_study.plan.study_plan import NO_WANDB, WANDB_MODES, StudyPlan, check_level_seeds
@@ -81,17 +81,31 @@ def start_studies(
     """
     plans = [replace(plan, wandb=choose_wandb(options, plan)) for plan in plans]
     for plan in plans:
-        outputs.check_recordable(plan)
+        try:  # runs are left out: their names were checked with the plan
+            outputs.make_study_record(replace(plan, runs=()))
+        except ValidationError as error:
+            raise PlanError(
+                f"Study {plan.study.name} cannot be recorded in study.json: {format_validation_error(error)} Correct "
+                "its declaration, or the settings that were typed."
+            ) from None
         check_parts([spec.config for spec in plan.runs])
         for game in resources.load_game_requirements(plan):
             game.check(plan)
         check_level_seeds(plan)
-        _check_context(plan)
+        for config in plan.ppo_configs:
+            shape, length = read_model_shape(config.model.path, os.environ), config.rollout.response_length
+            # Replies could fill the context and leave no token for a prompt.
+            if shape is not None and shape.max_position_embeddings and shape.max_position_embeddings <= length:
+                raise PlanError(
+                    f"rollout.response_length={length}: the context of {config.model.path} has "
+                    f"{shape.max_position_embeddings} tokens for prompts and replies",
+                    "set a shorter rollout.response_length",
+                )
 
     def run_study(study: PreparedStudy, suite: SuiteContext | None = None) -> int:
         """Run a prepared study and return its exit code (see `execute_study`)."""
         plan, resource_plan = study.plan, study.resource_plan
-        preset_line, remarks = f"Preset {plan.preset}: {plan.preset_reason}", map(str, find_remarks(plan))
+        preset_line, remarks = f"Preset {plan.preset}: {plan.preset_reason}", find_remarks(plan)
         notes = resource_plan.notes if resource_plan.cluster_address else ()
         for line in (preset_line, study.space_line, *notes, *remarks, *describe_signal(plan)):
             print_line(console, line)
@@ -115,7 +129,7 @@ def start_studies(
                 print_plan(console, launch.plan, summaries[-1])
             if json_command:
                 print_json(json_command, {"plans": summaries})
-            return 0 if all(summary["fits"] for summary in summaries) else EXIT_CODES["misfit"]
+            return 0 if all(summary["fits"] for summary in summaries) else MisfitError.exit_code
         time_limit = time_limit or start_time_limit(options.max_hours)
         # All studies are checked before the first one starts, so that a suite does not fail hours later.
         studies = [prepare_study(launch) for launch in launches]
@@ -164,18 +178,6 @@ def choose_wandb(options: LaunchRequest, plan: StudyPlan) -> WandbTarget:
     return WandbTarget(cast(WandbMode, mode), project)
 
 
-def _check_context(plan: StudyPlan) -> None:
-    """Raise PlanError if replies could fill the context of the model and leave no token for a prompt."""
-    for config in plan.ppo_configs:
-        shape, length = read_model_shape(config.model.path, os.environ), config.rollout.response_length
-        if shape is not None and shape.max_position_embeddings and shape.max_position_embeddings <= length:
-            raise PlanError(
-                f"rollout.response_length={length}: the context of {config.model.path} has "
-                f"{shape.max_position_embeddings} tokens for prompts and replies",
-                "set a shorter rollout.response_length",
-            )
-
-
 def make_plans_that_fit(
     make_plans: Callable[[ChosenPreset], list[StudyPlan]],
     request: StudyRequest,
@@ -188,7 +190,11 @@ def make_plans_that_fit(
     their rank, also as 0 for none. If adapters do not fit either, preset laptop replaces the default preset, unless the
     user chose GPUs, or a setting that suits only certain GPUs.
     """
-    preset, reason = resources.choose_preset(request.preset, visible_gpus)
+    preset, reason = "laptop", "no CUDA GPU is visible"
+    if request.preset is not None:
+        preset, reason = request.preset, "set by --preset"
+    elif visible_gpus:
+        preset, reason = "paper", f"a CUDA GPU is visible ({visible_gpus[0].name})"
     plans = make_plans(ChosenPreset(preset, reason))
     if options.address is not None:  # the GPUs of a cluster are not known here
         return plans
@@ -316,7 +322,17 @@ def _check_machine(launch: Launch) -> PreparedStudy:
     for game in resources.load_game_requirements(plan):
         if shortage := game.explain_shortage(plan):
             raise MisfitError(shortage)
-    _check_files(plan)
+    # Seeds share their files: one configuration per arm is enough.
+    family = plan.study.family
+    for arm_config in {spec.arm: spec.config for spec in plan.runs}.values():
+        arm_settings = flatten_settings(arm_config.model_dump())
+        for setting in list_outside_settings(family.config_class, "file"):
+            if arm_settings[setting] is not None:
+                check_file(setting, arm_settings[setting])
+        # Of other families; `_list_models` has the models of language models.
+        loads_models = plan.model is None and family.get_model_path(arm_config)
+        for setting in list_outside_settings(family.config_class, "model") if loads_models else ():
+            check_model(arm_settings[setting], os.environ, option=f"--set {setting}=")
     for path, option in _list_models(plan):
         check_model(path, os.environ, plan.ppo_config.model.chat_format, option)
     for config in plan.ppo_configs:
@@ -330,23 +346,6 @@ def _check_machine(launch: Launch) -> PreparedStudy:
     return study
 
 
-def _check_files(plan: StudyPlan) -> None:
-    """Raise PlanError if a file, a folder or a model that a study of another family loads is missing.
-
-    `_list_models` has the models of the others.
-    """
-    family = plan.study.family
-    # Seeds share their files: one configuration per arm is enough.
-    for config in {spec.arm: spec.config for spec in plan.runs}.values():
-        arm_settings = flatten_settings(config.model_dump())
-        for setting in list_outside_settings(family.config_class, "file"):
-            if arm_settings[setting] is not None:
-                check_file(setting, arm_settings[setting])
-        loads_models = plan.model is None and family.get_model_path(config)
-        for setting in list_outside_settings(family.config_class, "model") if loads_models else ():
-            check_model(arm_settings[setting], os.environ, option=f"--set {setting}=")
-
-
 def _check_cluster(launch: Launch, nodes: tuple[Node, ...]) -> PreparedStudy:
     """Plan for the nodes that have what a study needs, and the smallest GPU of these.
 
@@ -357,7 +356,7 @@ def _check_cluster(launch: Launch, nodes: tuple[Node, ...]) -> PreparedStudy:
     plan, trainer = launch.plan, launch.plan.base_config.trainer
     bundles = make_bundles(trainer.n_gpus_per_node, trainer.cpu_threads)
     reports = node_checks.inspect_nodes(plan, cluster.find_usable_nodes(nodes, bundles))
-    problems = {node: report.problem for node, report in reports.items() if report.problem is not None}
+    problems = {node: report.problem for node, report in reports.items() if report.problem}
     if problems and len(problems) == len(reports) and not launch.options.wait_for_nodes:
         node, problem = next(iter(problems.items()))
         raise PlanError(f"The node {node.name} cannot run a study: {problem}")

@@ -156,7 +156,15 @@ def probe(target: RunCheckpoint, settings: ProbeSettings, with_val: bool, consol
     run_config = target.spec.ppo_config
     effective_settings = make_probe_settings(run_config.at_step(target.step), settings)
     config = apply_overrides(run_config, effective_settings)
-    run_dir, log_path = target.plan.get_run_dir(target.spec.run_id), _make_log_path(target, with_val, config)
+    run_dir, template = target.plan.get_run_dir(target.spec.run_id), target.plan.study.name_templates.probe_log
+    # The log has its published name, which ends in the measured terms besides the task. The template ends in
+    # kl_and_entropy. Only the last occurrence is replaced, since the run's name may contain it.
+    name = target.plan.fill_run_template(
+        template, target.spec, experiment=target.spec.run_id, step=target.step, val="withval" if with_val else "noval"
+    )
+    active_terms = {"kl": config.actor.use_kl_loss, "entropy": config.actor.entropy_coeff != 0}
+    term_label = "_and_".join(term for term, is_on in active_terms.items() if is_on) or "task_alone"
+    log_path = target.plan.output / "logs" / term_label.join(name.rsplit("kl_and_entropy", 1))
     check_path(target.plan.output, log_path)
     # Checked first, since an analysis takes minutes.
     for folder in (run_dir, log_path.parent):
@@ -204,18 +212,6 @@ def probe(target: RunCheckpoint, settings: ProbeSettings, with_val: bool, consol
     print_line(console, f"Rows: {target.plan.folder}/gradients.parquet (source probe). Log: {log_path}")
     print_line(console, f"Figures: {format_command('plot-gradients', target.plan.folder, '--source', 'probe')}")
     print_line(console, f"To add them to the report: {format_command('report', target.plan.folder)}")
-
-
-def _make_log_path(target: RunCheckpoint, with_val: bool, config: RunConfig) -> Path:
-    """Make the log's path under its published name, which ends in the measured terms besides the task."""
-    template, val = target.plan.study.name_templates.probe_log, "withval" if with_val else "noval"
-    name = target.plan.fill_run_template(
-        template, target.spec, experiment=target.spec.run_id, step=target.step, val=val
-    )
-    # The template ends in kl_and_entropy. Only the last occurrence is replaced, since the run's name may contain it.
-    active_terms = {"kl": config.actor.use_kl_loss, "entropy": config.actor.entropy_coeff != 0}
-    term_label = "_and_".join(term for term, is_on in active_terms.items() if is_on) or "task_alone"
-    return target.plan.output / "logs" / term_label.join(name.rsplit("kl_and_entropy", 1))
 
 
 def _make_table(line: Mapping[str, Any]) -> Table:

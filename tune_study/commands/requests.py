@@ -27,7 +27,7 @@ from tune_study.folder.statuses import DEFAULT_SKIPPED, parse_skipped_statuses
 from tune_study.folder.study_file import read_study
 from tune_study.placement.model_files import make_absolute
 from tune_study.placement.resources import TORCH_SETTINGS, find_compiled_obstacle
-from tune_study.plan.errors import PlanError
+from tune_study.plan.errors import PlanError, as_plan_error
 from tune_study.plan.own_study import (
     OwnStudy,
     StudySource,
@@ -407,8 +407,14 @@ def _collect_game_settings(study: Study, game: str | None, preset: str) -> dict[
         return {}
     if not games:
         raise PlanError(f"--env does not belong to study {study.name}, which plays no game: leave it out.")
-    if game.endswith(DATA_SUFFIXES):
-        return _collect_data_settings(study, game, preset)
+    if game.endswith(DATA_SUFFIXES):  # the settings of its game, its file, and the digest of the file
+        from trainable.envs.games.dataset import compute_digest  # imports NumPy and pyarrow
+
+        file = Path(game).expanduser().absolute()
+        with as_plan_error(ValueError, f"--env {format_value(game, 1000)}: "):
+            digest = compute_digest(file)
+        settings = _collect_game_settings(study, "dataset", preset)
+        return {**settings, "env.dataset.file": str(file), "env.dataset.digest": digest}
     is_own_game = parse_part_name(game) is not None
     if game not in games and not is_own_game:
         raise PlanError(
@@ -422,19 +428,6 @@ def _collect_game_settings(study: Study, game: str | None, preset: str) -> dict[
     if is_own_game:
         return {**load_game_settings(game), "env.name": game}
     return study.family.make_game_settings(game, preset)
-
-
-def _collect_data_settings(study: Study, path: str, preset: str) -> dict[str, object]:
-    """Collect the settings of a data set: those of its game, its file, and the digest of the file."""
-    from trainable.envs.games.dataset import compute_digest  # imports NumPy and pyarrow
-
-    file = Path(path).expanduser().absolute()
-    try:
-        digest = compute_digest(file)
-    except ValueError as error:
-        raise PlanError(f"--env {format_value(path, 1000)}: {error}") from None
-    settings = _collect_game_settings(study, "dataset", preset)
-    return {**settings, "env.dataset.file": str(file), "env.dataset.digest": digest}
 
 
 def parse_axis_values(study: Study, request: RunRequest) -> tuple[str, ...] | None:

@@ -29,8 +29,8 @@ from tune_study.folder import locate
 from tune_study.folder.origin import NOTHING
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.host.console import print_line
-from tune_study.host.gpus import Gpu
 from tune_study.host.interrupt import start_time_limit
+from tune_study.host.machine_checks import Gpu
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import OwnStudy, StudySource
 from tune_study.plan.search import DEFAULT_POINT, make_point_study, make_space
@@ -120,7 +120,8 @@ def run_and_confirm(
         command = format_command("confirm", plan.folder, "--arm", best)
         print_line(console, f"A confirmation is kept on one machine. Where that can train it, type: {command}")
         return exit_code
-    existing = find_confirmation(plan, best, own_study)
+    folder = _make_folder(plan, best, plan.baseline)
+    existing = plan_from_folder(folder, own_study=own_study) if (folder / STUDY_FILE).exists() else None
     if existing is not None and {*existing.seeds} & {spec.seed for spec in plan.runs}:
         print_line(
             console,
@@ -201,12 +202,6 @@ def plan_confirmation(
     confirmation = plan_runs(StudyPlan(study, *preset, plan.base_config, values, seeds, folder))
     points = {value: settings for value, settings in plan.points.items() if value in confirmation.values}
     return merge_with_folder(replace(confirmation, source=plan.source, confirms=confirms, points=points), extend)
-
-
-def find_confirmation(plan: StudyPlan, arm: str, own_study: OwnStudy | None) -> StudyPlan | None:
-    """Find the confirmation of an arm against the study's baseline; None if it has not begun."""
-    folder = _make_folder(plan, arm, plan.baseline)
-    return plan_from_folder(folder, own_study=own_study) if (folder / STUDY_FILE).exists() else None
 
 
 def _make_folder(plan: StudyPlan, confirmed: str, compared: str | None) -> Path:

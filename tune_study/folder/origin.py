@@ -51,14 +51,13 @@ def list_outside_values(configs: Iterable[BaseRunConfig]) -> frozenset[str]:
         models = list_outside_settings(type(config), "model")
         for setting in list_outside_settings(type(config)):
             value = attrgetter(setting)(config)
-            if value is not None and not (setting in models and _is_name_of_model(value)):
+            is_name = setting in models and (
+                value in (*SHIPPED_MODELS, *TEACHERS)
+                or (value is not None and _HUB_ID.fullmatch(value) and not os.path.exists(value))
+            )
+            if value is not None and not is_name:
                 names.add(f"{setting}={value}")
     return frozenset(names)
-
-
-def _is_name_of_model(value: str) -> bool:
-    is_hub_id = _HUB_ID.fullmatch(value) is not None and not os.path.exists(value)
-    return value in SHIPPED_MODELS or value in TEACHERS or is_hub_id
 
 
 def list_plan_values(plan: StudyPlan) -> frozenset[str]:

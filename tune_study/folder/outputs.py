@@ -11,10 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-
 from trainable.config.command_lines import PROGRAM, format_command
-from trainable.config.run_config import format_validation_error
 from trainable.files.paths import check_tree, lock_file, open_regular, read_bytes, write_text
 from trainable.runs.study_record import (
     ENDED_STATUSES,
@@ -64,6 +61,13 @@ def make_run_entry(spec: RunSpec) -> RunEntry:
 def make_study_record(plan: StudyPlan) -> StudyRecord:
     """Make study.json as it is before the first start: the request and the runs. Raises ValidationError."""
     study, axis = plan.study, plan.study.axis
+    # Without pairs of arms that only other presets have.
+    arms = {*plan.values, *study.get_grid(plan.preset)}
+    pairs_by_name = {name: [pair for pair in pairs if {*pair} <= arms] for name, pairs in study.contrasts.items()}
+    contrasts = [DeclaredContrast(name, tuple(pairs)) for name, pairs in pairs_by_name.items() if pairs]
+    interactions = [
+        DeclaredContrast(name, tuple(pairs), needs_all_pairs=True) for name, pairs in study.interactions.items()
+    ]
     return StudyRecord(
         schema=SCHEMA,
         name=study.name,
@@ -76,7 +80,7 @@ def make_study_record(plan: StudyPlan) -> StudyRecord:
         baseline=plan.baseline or "",
         outcomes=tuple(outcome.column for outcome in study.family.outcomes if outcome.is_compared),
         margins={**study.family.margins, **study.margins},
-        contrasts=_list_contrasts(plan),
+        contrasts=(*contrasts, *interactions),
         seeds=tuple(plan.seeds),
         extra_seeds={value: tuple(seeds) for value, seeds in plan.extra_seeds.items()},
         planned_seeds=len(plan.seeds),
@@ -98,33 +102,6 @@ def make_study_record(plan: StudyPlan) -> StudyRecord:
     )
 
 
-def _list_contrasts(plan: StudyPlan) -> tuple[DeclaredContrast, ...]:
-    """List the study's declared contrasts, without pairs of arms that only other presets have."""
-    arms = {*plan.values, *plan.study.get_grid(plan.preset)}
-    pairs_by_name = {name: [pair for pair in pairs if {*pair} <= arms] for name, pairs in plan.study.contrasts.items()}
-    return (
-        *(DeclaredContrast(name, tuple(pairs)) for name, pairs in pairs_by_name.items() if pairs),
-        *(
-            DeclaredContrast(name, tuple(pairs), needs_all_pairs=True)
-            for name, pairs in plan.study.interactions.items()
-        ),
-    )
-
-
-def check_recordable(plan: StudyPlan) -> None:
-    """Raise PlanError if study.json could not be read again with the plan's values, as for a study from a file.
-
-    Runs are left out: their names were checked with the plan.
-    """
-    try:
-        make_study_record(replace(plan, runs=()))
-    except ValidationError as error:
-        raise PlanError(
-            f"Study {plan.study.name} cannot be recorded in study.json: {format_validation_error(error)} Correct its "
-            "declaration, or the settings that were typed."
-        ) from None
-
-
 def write_study(plan: StudyPlan) -> list[str]:
     """Write study.json, every run.json, and a status for every run that has none, before anything starts.
 
@@ -141,9 +118,10 @@ def write_study(plan: StudyPlan) -> list[str]:
         run_dir = plan.get_run_dir(spec.run_id)
         write_record(run_dir, RunRecord(**asdict(make_run_entry(spec)), config=spec.config.model_dump(mode="json")))
         write_record(run_dir, status)
+    program = Path(sys.argv[0]).name
     start = Start(
         at=make_timestamp(),
-        command=format_command_line(),
+        command=format_command(*sys.argv[1:], program=PROGRAM if program == "__main__.py" else program),
         versions=read_versions(),
         git=read_git_state(Path(__file__).parent),
         declaration=None if plan.source is None else plan.source.record.sha256,
@@ -162,7 +140,15 @@ def write_study(plan: StudyPlan) -> list[str]:
     remember_origin(plan)
     # Written last, so that study.json exists only together with every run.json and status.json.
     write_record(plan.folder, record)
-    return find_changed_code(*record.starts[-2:]) if len(record.starts) > 1 else []
+    old, new = (
+        {
+            **state.versions,
+            "commit": None if state.git is None else state.git.commit,
+            "declaration": str(state.declaration)[:12],
+        }
+        for state in (record.starts[-2:][0], start)
+    )
+    return [f"{name}: {old.get(name)} -> {new.get(name)}" for name in new | old if old.get(name) != new.get(name)]
 
 
 def _keep_history(plan: StudyPlan, previous: StudyRecord, record: StudyRecord) -> StudyRecord:
@@ -214,19 +200,6 @@ def record_look(plan: StudyPlan, statuses: Iterable[StatusRecord]) -> None:
     write_record(plan.folder, replace(study, looks=(*study.looks, look)))
 
 
-def find_changed_code(previous_start: Start, current_start: Start) -> list[str]:
-    """List as `name: old -> new` what differs between two starts: packages, commit, and the declaration in a file."""
-    old, new = (
-        {
-            **start.versions,
-            "commit": None if start.git is None else start.git.commit,
-            "declaration": str(start.declaration)[:12],
-        }
-        for start in (previous_start, current_start)
-    )
-    return [f"{name}: {old.get(name)} -> {new.get(name)}" for name in new | old if old.get(name) != new.get(name)]
-
-
 def read_git_state(folder: Path) -> Git | None:
     """Read the commit of the sources in `folder` and whether they differ from it; None if git does not track them.
 
@@ -246,12 +219,6 @@ def read_git_state(folder: Path) -> Git | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return Git(commit.strip(), bool(changes.strip()))
-
-
-def format_command_line() -> str:
-    """Format the current command as it can be typed again, quoted for a shell."""
-    name = Path(sys.argv[0]).name
-    return format_command(*sys.argv[1:], program=PROGRAM if name == "__main__.py" else name)
 
 
 def check_writable(output: Path, option: str = "--output", advice: str = "type another folder") -> None:

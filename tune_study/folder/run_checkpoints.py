@@ -57,8 +57,14 @@ def find_run_checkpoint(
         reason = "--trial names the run already" if trial else f"it does not belong to study {plan.study.name}"
         raise PlanError(f"--algo cannot be used here ({reason}): type --trial and the name of a run.")
     spec = _find_run(plan, algo if trial is None else trial)
-    if path is not None:
-        return RunCheckpoint(plan, spec, *_parse_checkpoint_path(path))  # the folder may be anywhere
+    if path is not None:  # the folder may be anywhere
+        checkpoint_dir = Path(os.path.abspath(os.path.expanduser(path)))
+        for number, folder in iter_checkpoints(checkpoint_dir.parent):
+            if folder == checkpoint_dir and folder.is_dir():
+                return RunCheckpoint(plan, spec, number, folder)
+        raise PlanError(
+            f"{format_value(str(path), 1000)} is not a checkpoint: type a folder global_step_<N> that exists."
+        )
     check_tree(plan.output, trees=[plan.output / spec.checkpoint_dir])  # the saved checkpoints lie beside the folder
     # If a step has a rolling and a saved checkpoint, the saved one is used, since rolling checkpoints are temporary.
     local_checkpoints = {
@@ -77,9 +83,14 @@ def find_run_checkpoint(
     if step not in steps:
         step_phrase = "" if step is None else f" of step {step}"
         available_steps = ", ".join(map(str, steps)) or "none"
+        reason = "The study saves none except for resuming (--save-freq, --keep-best, --set trainer.keep_last=true)."
+        if (save_freq := spec.config.trainer.save_freq) > 0:
+            reason = (
+                f"It saves one every {save_freq} steps, in {plan.study_uri or plan.output / spec.checkpoint_dir}. If "
+                "they are elsewhere, copy them there, or type --resume-from-path with the folder of one."
+            )
         raise PlanError(
-            f"Run {spec.run_id} has no checkpoint{step_phrase}. Available steps: {available_steps}. "
-            f"{_explain_missing(plan, spec)}"
+            f"Run {spec.run_id} has no checkpoint{step_phrase}. Available steps: {available_steps}. {reason}"
         )
     if step not in local_checkpoints:
         name = stored_checkpoints[step]
@@ -88,26 +99,6 @@ def find_run_checkpoint(
         local_checkpoints[step] = parent / name.rpartition("/")[2]
         storage.fetch_checkpoint(plan.study_uri or "", name, local_checkpoints[step])
     return RunCheckpoint(plan, spec, step, local_checkpoints[step])
-
-
-def _explain_missing(plan: StudyPlan, spec: RunSpec) -> str:
-    """Explain why a checkpoint may be missing, and what to do."""
-    if spec.config.trainer.save_freq <= 0:
-        return "The study saves none except for resuming (--save-freq, --keep-best, --set trainer.keep_last=true)."
-    return (
-        f"It saves one every {spec.config.trainer.save_freq} steps, in "
-        f"{plan.study_uri or plan.output / spec.checkpoint_dir}. If they are elsewhere, copy them there, or type "
-        f"--resume-from-path with the folder of one."
-    )
-
-
-def _parse_checkpoint_path(path: Path | str) -> tuple[int, Path]:
-    """Return step and folder of the checkpoint at `path`. Raises PlanError if it is not a checkpoint."""
-    checkpoint_dir = Path(os.path.abspath(os.path.expanduser(path)))
-    for number, folder in iter_checkpoints(checkpoint_dir.parent):
-        if folder == checkpoint_dir and folder.is_dir():
-            return number, folder
-    raise PlanError(f"{format_value(str(path), 1000)} is not a checkpoint: type a folder global_step_<N> that exists.")
 
 
 def _find_run(plan: StudyPlan, trial: str | None) -> RunSpec:

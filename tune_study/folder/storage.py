@@ -263,9 +263,19 @@ class StoredStudy:
 
     def push(self) -> str:
         """Copy study.json, statuses, rows, logs, tables and report; return an error text, or ""."""
+        plan, names = self.plan, (RUN_FILE, STATUS_FILE, *LINE_FILES)
+        paths = [plan.get_run_dir(spec.run_id) / name for spec in plan.runs for name in names]
         try:
             with self._push_lock:
-                for name, path in list_driver_files(self.plan).items():
+                files = {
+                    **_name_files(
+                        plan.output, [plan.summary_log, *(plan.output / spec.log_path for spec in plan.runs)]
+                    ),
+                    **list_result_files(plan.folder),
+                    # study.json comes last, so that the other files exist when it appears.
+                    **_name_files(plan.folder, [*paths, plan.folder / STUDY_FILE]),
+                }
+                for name, path in files.items():
                     # A file that is just being replaced is copied next time.
                     with suppress(FileNotFoundError):
                         stat = path.stat()
@@ -280,21 +290,6 @@ class StoredStudy:
                 f"{self.plan.folder}: `{format_command('resume', self.plan.folder)}` copies them."
             )
         return ""
-
-
-def list_driver_files(plan: StudyPlan) -> dict[str, Path]:
-    """List the local paths of the files that the driver writes, by name in the storage.
-
-    study.json comes last, so that the other files exist when it appears.
-    """
-    names = (RUN_FILE, STATUS_FILE, *LINE_FILES)
-    paths = [plan.get_run_dir(spec.run_id) / name for spec in plan.runs for name in names]
-    log_paths = [plan.summary_log, *(plan.output / spec.log_path for spec in plan.runs)]
-    return {
-        **_name_files(plan.output, log_paths),
-        **list_result_files(plan.folder),
-        **_name_files(plan.folder, [*paths, plan.folder / STUDY_FILE]),
-    }
 
 
 def _name_files(root: Path, paths: Iterable[Path]) -> dict[str, Path]:

@@ -34,17 +34,6 @@ from tune_study.plan.typed_settings import find_study, format_values
 NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
 
 
-def _suggest_studies(folder: Path) -> str:
-    """Name a study in or above `folder` as the end of a sentence, or say where such a path comes from."""
-    with suppress(PermissionError):
-        paths = sorted(path.parent for pattern in ("*", "results/*") for path in folder.glob(f"{pattern}/study.json"))
-        # The path of a file or a folder of a study, such as its report.
-        paths += [path for path in folder.parents if (path / STUDY_FILE).is_file()]
-        if paths:
-            return f"such as {format_value(paths[0], 1000)}"
-    return f"as `{format_command('run')}` printed it"
-
-
 def read_study(folder: Path) -> StudyRecord:
     """Read study.json of results/<run>. Raises PlanError if it is missing, damaged, or has an unknown family."""
     try:
@@ -56,9 +45,15 @@ def read_study(folder: Path) -> StudyRecord:
     except OSError as error:
         is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
         problem = "no study.json" if is_missing else f"study.json: {error.strerror}"
+        example = f"as `{format_command('run')}` printed it"
+        with suppress(PermissionError):
+            paths = sorted(path.parent for name in ("*", "results/*") for path in folder.glob(f"{name}/{STUDY_FILE}"))
+            # The path of a file or a folder of a study, such as its report.
+            paths += [path for path in folder.parents if (path / STUDY_FILE).is_file()]
+            example = f"such as {format_value(paths[0], 1000)}" if paths else example
         raise PlanError(
             f"{format_value(folder, 1000)} contains no study ({problem}): type the folder results/<run> of a study, "
-            f"{_suggest_studies(folder)}."
+            f"{example}."
         ) from None
     if study.family not in FAMILIES:
         raise PlanError(

@@ -50,8 +50,6 @@ class Interrupt:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.signal_name = ""
-        """The signal that made the request, such as SIGTERM, or empty."""
         self.reason = INTERRUPTED
         """Why the study was stopped, as the beginning of a sentence."""
         self._is_requested = self._watches_files = False
@@ -66,13 +64,8 @@ class Interrupt:
         """Remove the requests of an earlier start. From then on, a file of another process counts as a request."""
         for path in self.path.parent.glob(f"{self.path.name}*"):
             path.unlink(missing_ok=True)
-        self._is_requested, self.signal_name, self.reason = False, "", INTERRUPTED
+        self._is_requested, self.reason = False, INTERRUPTED
         self._watches_files = True
-
-    @property
-    def is_visible(self) -> bool:
-        """Whether the processes of the runs can see the request."""
-        return self.path.exists()
 
     def request(self, reason: str = INTERRUPTED) -> None:
         """Ask every run to stop after its step."""
@@ -127,10 +120,9 @@ class Interrupt:
                     raise KeyboardInterrupt
                 return
             self._signal_time = time.monotonic()
-            self.signal_name = signal.Signals(signal_number).name
             self.request()
             notify(
-                f"{self.signal_name}: stopping after the current steps, which are finished and "
+                f"{signal.Signals(signal_number).name}: stopping after the current steps, which are finished and "
                 f"saved. Press Ctrl-C again to stop immediately."
             )
 

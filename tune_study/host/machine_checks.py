@@ -1,4 +1,4 @@
-"""Measure what this machine has free for runs, and give Ray a private folder for its session files.
+"""Detect what this machine has and measure what is free for runs; give Ray a private folder for its session files.
 
 Ray 2.60 creates its session folders with mode 0777 in a folder `ray` that all users share. Its logs have mode 0644 and
 quote the environment variables of workers, including credentials. In a folder of mode 0700, nobody else can read the
@@ -8,8 +8,9 @@ logs or reach Ray's sockets.
 import os
 import shutil
 import stat
+import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,6 @@ from typing import NamedTuple
 import psutil
 
 from trainable.files.paths import lock_file
-from tune_study.host.gpus import query_nvidia_smi
 
 FOLDER_PREFIX, RAY_SUBFOLDER = "ts-", "r"
 """Prefix of the session folder's name, and name of Ray's folder in it. Short, since paths of sockets must be short."""
@@ -28,6 +28,69 @@ _LONGEST_SOCKET_NAME = (
     f"/{FOLDER_PREFIX}abcdefgh/{RAY_SUBFOLDER}/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 )
 """Ray's longest name, with Linux' highest process id, 4194304."""
+
+_PROC_GPUS = Path("/proc/driver/nvidia/gpus")
+"""Where the NVIDIA driver has one folder per GPU."""
+
+
+class Gpu(NamedTuple):
+    """One visible GPU."""
+
+    id: str
+    """As in CUDA_VISIBLE_DEVICES, an index or a UUID."""
+    uuid: str
+    """Empty if unknown."""
+    name: str
+    """Product name, such as `NVIDIA H100 80GB HBM3`."""
+
+
+def detect_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """Detect the GPUs that a process with this environment would see; empty without an NVIDIA driver.
+
+    Asks nvidia-smi or, if that fails, the driver's /proc folder. CUDA is not loaded, since it would create a context on
+    a GPU and torch takes seconds to import.
+    """
+    visible_devices = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible_devices is not None and visible_devices.strip() in ("", "-1"):
+        return ()
+    if (rows := query_nvidia_smi("--query-gpu=index,uuid,name", 3, number=0)) is not None:
+        return select_visible(tuple(Gpu(*row) for row in rows), visible_devices)
+    folders = sorted(_PROC_GPUS.iterdir()) if _PROC_GPUS.is_dir() else []
+    return select_visible(tuple(Gpu(str(index), "", "GPU") for index, _ in enumerate(folders)), visible_devices)
+
+
+def select_visible(gpus: tuple[Gpu, ...], visible_devices: str | None) -> tuple[Gpu, ...]:
+    """Select the GPUs that CUDA_VISIBLE_DEVICES names, in its order and, as in CUDA, up to the first unknown entry."""
+    if visible_devices is None:
+        return gpus
+    selected_gpus: list[Gpu] = []
+    for entry in (field.strip() for field in visible_devices.split(",")):
+        # CUDA accepts an index, or the beginning of a UUID.
+        matching_gpus = [gpu for gpu in gpus if entry and (gpu.id == entry or gpu.uuid.startswith(entry))]
+        # nvidia-smi does not list MIG devices, so entries MIG-... are accepted unchecked.
+        if not matching_gpus and not (gpus and entry.startswith("MIG-")):
+            break
+        selected_gpus.append(matching_gpus[0]._replace(id=entry) if matching_gpus else Gpu(entry, entry, gpus[0].name))
+    return tuple(selected_gpus)
+
+
+def query_nvidia_smi(query: str, n_fields: int, number: int) -> list[list[str]] | None:
+    """Run nvidia-smi; return the fields of each line, or None if it is missing or fails.
+
+    number: the index of a field that is a number. Lines without it are complaints, and are skipped.
+    """
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    rows = [[field.strip() for field in line.split(",", n_fields - 1)] for line in text.splitlines()]
+    return [row for row in rows if len(row) == n_fields and row[number].isdecimal()]
+
+
+def count_cpus() -> int:
+    """Count the CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class GpuMemory(NamedTuple):
@@ -105,13 +168,6 @@ def query_gpu_processes() -> tuple[GpuProcess, ...]:
     """Ask nvidia-smi for the visible processes that use GPU memory."""
     rows = query_nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory", 3, number=1) or []
     return tuple(GpuProcess(uuid, int(pid), int(used) if used.isdecimal() else 0) for uuid, pid, used in rows)
-
-
-def format_processes(processes: Sequence[GpuProcess]) -> str:
-    """Format the processes that use a GPU's memory, each with its amount if that is known."""
-    sizes = [f" ({process.used_mib / 1024:.1f} GiB)" if process.used_mib else "" for process in processes]
-    descriptions = [f"{process.pid}{size}" for process, size in zip(processes, sizes, strict=True)]
-    return f"used by PID {', '.join(descriptions)}" if descriptions else "used by processes that are not visible here"
 
 
 @contextmanager

@@ -32,14 +32,11 @@ def check_data_files(plan: StudyPlan) -> None:
 
 def describe_data_files(plan: StudyPlan) -> Iterator[str]:
     """Describe how many rows each set has, and how many rows repeat a prompt."""
-    yield from dict.fromkeys(_describe_rows(game) for _, game in _list_games(plan))
-
-
-def _describe_rows(game: DataSet) -> str:
-    rows = game.rows
-    counts = ", ".join(f"{len(rows.sets[name])} {name}" for name in ("training", "validation", "test"))
-    twins = f"; {rows.num_twins} rows repeat an earlier prompt and are left out" if rows.num_twins else ""
-    return f"Data: {game.file} has {counts} rows, by the hash of the prompt{twins}"
+    for game in {game.file: game for _, game in _list_games(plan)}.values():
+        rows = game.rows
+        counts = ", ".join(f"{len(rows.sets[name])} {name}" for name in ("training", "validation", "test"))
+        twins = f"; {rows.num_twins} rows repeat an earlier prompt and are left out" if rows.num_twins else ""
+        yield f"Data: {game.file} has {counts} rows, by the hash of the prompt{twins}"
 
 
 def _list_games(plan: StudyPlan) -> Iterator[tuple[RunConfig, DataSet]]:

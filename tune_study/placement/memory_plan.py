@@ -124,8 +124,16 @@ def place_runs(runs: Sequence[MemoryPlan]) -> MemoryPlan:
     stages = ({}, {"trainer.zero_stage": 3}) if all(trainer.uses_deepspeed for trainer in trainers) else ({},)
     candidates: list[MemoryPlan] = []
     for stage, swap in itertools.product(stages, swaps):
-        with suppress(ConfigError):
-            plans = [_place_run(run, {"trainer.swap_to_host": swap, **stage}) for run in runs]
+        with suppress(ConfigError):  # a run cannot be placed in this way
+            plans: list[MemoryPlan] = []
+            for run in runs:
+                config = apply_overrides(run.base, {"trainer.swap_to_host": swap, **stage})
+                items = memory.list_allocations(run.shape, config, run.budget, run.reference_shape)
+                host_bytes = memory.compute_host_bytes(items, run.shape, config)
+                cache_bytes = sum(item.rollout for item in items if item.name == memory.KV_CACHE_NAME)
+                plans.append(
+                    run._replace(config=config, allocations=items, host_bytes=host_bytes, cache_bytes=cache_bytes)
+                )
             # A run with a lower peak may not fit, because vLLM's cache is too small. Runs of equal peaks may differ in
             # their host memory, which is on the GPU if a remedy does not swap.
             largest_plan = max(plans, key=lambda plan: (not plan.fits, plan.peak, plan.host_bytes))
@@ -133,15 +141,6 @@ def place_runs(runs: Sequence[MemoryPlan]) -> MemoryPlan:
             candidates.append(largest_plan._replace(cache_bytes=min(cache_sizes, default=0)))
     least_plan = min(candidates, key=lambda plan: (not plan.fits, plan.peak))
     return next((plan for plan in candidates if plan.fits and not plan.is_tight), least_plan)
-
-
-def _place_run(run: MemoryPlan, placement: Mapping[str, object]) -> MemoryPlan:
-    """Plan the memory of a run that is placed in this way. Raises ConfigError if that is impossible."""
-    config = apply_overrides(run.base, placement)
-    allocations = memory.list_allocations(run.shape, config, run.budget, run.reference_shape)
-    host_bytes = memory.compute_host_bytes(allocations, run.shape, config)
-    cache_bytes = sum(item.rollout for item in allocations if item.name == memory.KV_CACHE_NAME)
-    return run._replace(config=config, allocations=allocations, host_bytes=host_bytes, cache_bytes=cache_bytes)
 
 
 def format_gib(size: float) -> str:

@@ -19,7 +19,7 @@ from trainable.models.qwen2_shape import find_four_bit_obstacle, find_size_obsta
 from trainable.runs.orphans import find_orphans
 from tune_study.host import machine_checks
 from tune_study.host.console import print_line
-from tune_study.host.gpus import Gpu
+from tune_study.host.machine_checks import Gpu
 from tune_study.placement.memory import GIB
 from tune_study.placement.memory_plan import GpuCapacity, MemoryPlan, check_fits, format_gib
 from tune_study.placement.model_files import read_model_shape, run_command
@@ -52,15 +52,6 @@ class GameRequirements(NamedTuple):
 def load_game_requirements(plan: StudyPlan) -> list[GameRequirements]:
     """Load the requirements of a study's games; most games have none."""
     return [resolve_name(name) for name in {config.env.kind.requirements for config in plan.ppo_configs} if name]
-
-
-def choose_preset(requested_preset: str | None, gpus: tuple[Gpu, ...]) -> tuple[str, str]:
-    """Return (preset, reason): --preset, or without it paper if a GPU is visible and else laptop."""
-    if requested_preset is not None:
-        return requested_preset, "set by --preset"
-    if gpus:
-        return "paper", f"a CUDA GPU is visible ({gpus[0].name})"
-    return "laptop", "no CUDA GPU is visible"
 
 
 def parse_gpus(text: str) -> tuple[str, ...]:
@@ -200,11 +191,16 @@ def check_memory(memory: MemoryPlan, plan: StudyPlan, gpus: Sequence[Gpu]) -> No
         available_mib = gpu_memory[gpu.uuid].free_mib
         available_mib += sum(holder.used_mib for holder in holders if holder.pid in ending_pids)
         if available_mib * 2**20 < needed_bytes:
-            others = machine_checks.format_processes([holder for holder in holders if holder.pid not in ending_pids])
+            others = ", ".join(
+                f"{holder.pid}{f' ({holder.used_mib / 1024:.1f} GiB)' if holder.used_mib else ''}"
+                for holder in holders
+                if holder.pid not in ending_pids
+            )
+            users = f"PID {others}" if others else "processes that are not visible here"
             raise MisfitError(
                 f"GPU {gpu.id} has {available_mib / 1024:.1f} GiB free and the runs on it need "
-                f"{format_gib(needed_bytes)} GiB; its memory is {others}. End these processes if they are orphans, "
-                "wait until they end, or choose other GPUs with --gpus."
+                f"{format_gib(needed_bytes)} GiB; its memory is used by {users}. End these processes if they are "
+                "orphans, wait until they end, or choose other GPUs with --gpus."
             )
 
 

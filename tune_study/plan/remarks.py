@@ -10,7 +10,6 @@ from trainable.config.base_config import BaseRunConfig
 from trainable.config.choices import FILTER_METRICS
 from trainable.config.setting_types import flatten_settings
 from trainable.families import Remark
-from tune_study.plan.errors import Problem
 from tune_study.plan.study_plan import StudyPlan, make_base_config
 
 PPO_REMARKS: tuple[Remark, ...] = (
@@ -46,9 +45,9 @@ PPO_REMARKS: tuple[Remark, ...] = (
 )
 
 
-def find_remarks(plan: StudyPlan) -> tuple[Problem, ...]:
+def find_remarks(plan: StudyPlan) -> list[str]:
     """Find the remarks that hold in some arm, with the settings of the first of these arms."""
-    return tuple(Problem("remark", sentence) for sentence in _find_sentences(plan))
+    return [f"Remark: {sentence}" for sentence in _find_sentences(plan)]
 
 
 def _find_sentences(plan: StudyPlan) -> Iterator[str]:

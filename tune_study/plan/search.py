@@ -87,12 +87,24 @@ def make_space(family: Family, base_config: BaseRunConfig, texts: Sequence[str])
         raise PlanError(f"A search over this study needs the settings to change: type {EXAMPLES}, or similar.")
     dimensions = [dimension for text in texts for dimension in _parse(text, family)] or family.search_space
     # Two settings may depend on the same third one, which is then listed with both.
-    space = tuple(_resolve(dimension, base_config) for dimension in dict.fromkeys(dimensions))
+    space: list[Dimension] = []
+    for declared in dict.fromkeys(dimensions):
+        dimension = declared
+        if not declared.values and declared.is_relative:  # to the setting of the base
+            value = flatten_settings(base_config.at_step(1).model_dump(mode="json"))[declared.setting]
+            dimension = replace(declared, low=declared.low * value, high=declared.high * value, is_relative=False)
+        elif not declared.values:  # whole numbers if the setting takes no others
+            takes_low, takes_half = (
+                can_apply(base_config, _make_point(declared, f"{declared.low + step:g}")) for step in (0, 0.5)
+            )
+            are_whole = declared.low.is_integer() and declared.high.is_integer()
+            dimension = replace(declared, is_integer=are_whole and takes_low and not takes_half)
+        space.append(dimension)
     for number, dimension in enumerate(space):
         _check_condition(dimension, space[:number])
         for value in dimension.values or (f"{dimension.low:g}", f"{dimension.high:g}"):
             check_varied(base_config, _make_point(dimension, value))
-    return space
+    return tuple(space)
 
 
 def _parse(text: str, family: Family) -> list[Dimension]:
@@ -110,8 +122,16 @@ def _parse(text: str, family: Family) -> list[Dimension]:
                 f"--vary {format_value(text)} has a condition and lacks a value: type it like {_CONDITION_EXAMPLE}."
             )
         condition = resolve_key(condition_key, family.config_class), condition_value
-    if not sign:
-        return _find_declared(text, setting, family)
+    if not sign:  # the dimensions that the family declares for the setting, and those on which they depend
+        own = [dimension for dimension in family.search_space if dimension.setting == setting]
+        if not own:
+            names = ", ".join(dict.fromkeys(dimension.setting for dimension in family.search_space)) or "none"
+            raise PlanError(
+                f"--vary {format_value(text)} has no values, and only these settings have some of their own: {names}. "
+                f"Type {EXAMPLES}, or similar."
+            )
+        settings = {setting, *(dimension.condition[0] for dimension in own if dimension.condition)}
+        return [dimension for dimension in family.search_space if dimension.setting in settings]
     # The name of a plug-in has a colon as well, but a choice has at least one comma.
     if ":" in values_text and "," not in values_text:
         return [replace(_parse_interval(text, setting, values_text), condition=condition)]
@@ -122,19 +142,6 @@ def _parse(text: str, family: Family) -> list[Dimension]:
             "similar."
         )
     return [Dimension(setting, values=values, condition=condition)]
-
-
-def _find_declared(text: str, setting: str, family: Family) -> list[Dimension]:
-    """Find the dimensions that the family declares for a setting, and those on which they depend."""
-    dimensions = [dimension for dimension in family.search_space if dimension.setting == setting]
-    if not dimensions:
-        names = ", ".join(dict.fromkeys(dimension.setting for dimension in family.search_space)) or "none"
-        raise PlanError(
-            f"--vary {format_value(text)} has no values, and only these settings have some of their own: {names}. Type "
-            f"{EXAMPLES}, or similar."
-        )
-    settings = {setting, *(dimension.condition[0] for dimension in dimensions if dimension.condition)}
-    return [dimension for dimension in family.search_space if dimension.setting in settings]
 
 
 def _parse_interval(text: str, setting: str, values_text: str) -> Dimension:
@@ -153,20 +160,6 @@ def _parse_interval(text: str, setting: str, values_text: str) -> Dimension:
         raise PlanError(f"--vary {format_value(text)}: a log scale has no 0: type a positive lower end, or :linear.")
     is_log = rest == ["log"] or (rest != ["linear"] and low > 0 and high / low >= LOG_RATIO)
     return Dimension(setting, low, high, is_log)
-
-
-def _resolve(dimension: Dimension, base_config: BaseRunConfig) -> Dimension:
-    """Convert the interval to the setting's units, with whole numbers if the setting takes no others."""
-    if dimension.values:
-        return dimension
-    if dimension.is_relative:
-        value = flatten_settings(base_config.at_step(1).model_dump(mode="json"))[dimension.setting]
-        return replace(dimension, low=dimension.low * value, high=dimension.high * value, is_relative=False)
-    takes_low, takes_half = (
-        can_apply(base_config, _make_point(dimension, f"{dimension.low + step:g}")) for step in (0, 0.5)
-    )
-    are_whole = dimension.low.is_integer() and dimension.high.is_integer()
-    return replace(dimension, is_integer=are_whole and takes_low and not takes_half)
 
 
 def _make_point(dimension: Dimension, value: str) -> dict[str, str]:

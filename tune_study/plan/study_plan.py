@@ -1,5 +1,6 @@
 """Plan a study: its runs with their names, settings and paths. Pure functions, without Ray."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -340,13 +341,18 @@ def plan_runs(plan: StudyPlan) -> StudyPlan:
             f"and a study may have at most {MAX_RUNS}. Type fewer values or fewer --seeds."
         )
     # The order of `seeds` is kept, since study.json of an earlier start may have another one.
-    runs = tuple(
-        _make_run_spec(study, run, value, arms[value], seed)
-        for seed in dict.fromkeys((*seeds, *all_seeds))
-        for value in values
-        if seed in seeds or seed in further.get(value, ())
-    )
-    plan = replace(plan, run=run, runs=runs, extra_seeds=further)
+    runs, templates = list[RunSpec](), study.name_templates
+    for seed, value in itertools.product(dict.fromkeys((*seeds, *all_seeds)), values):
+        if seed in seeds or seed in further.get(value, ()):
+            fields = make_template_values(study, run, value, arms[value], seed)
+            name = fill_template(templates.experiment, **fields)
+            fields["experiment"] = run_id = name + fields["seed"]
+            log_path = Path("logs") / fill_template(templates.log, **fields)
+            checkpoint_dir = Path("model_saving") / fill_template(templates.checkpoints, **fields)
+            config = arms[value].model_copy(update={"seed": seed})
+            names = (run_id, study.name, value, fields["label"], seed, name)
+            runs.append(RunSpec(*names, config, log_path, checkpoint_dir))
+    plan = replace(plan, run=run, runs=tuple(runs), extra_seeds=further)
     _check_names(plan)
     return plan
 
@@ -472,17 +478,6 @@ def _check_names(plan: StudyPlan) -> None:
 def find_changed_settings(config: BaseRunConfig) -> dict[str, Any]:
     """Find the settings, without the seed, that differ from the defaults, as JSON values by dotted name."""
     return flatten_settings(config.model_dump(mode="json", exclude_defaults=True, exclude={"seed"}))
-
-
-def _make_run_spec(study: Study, run: str, value: str, config: BaseRunConfig, seed: int) -> RunSpec:
-    """Make one run with its templates filled in. A seed above 0 is part of the names of its files."""
-    templates, fields = study.name_templates, make_template_values(study, run, value, config, seed)
-    name = fill_template(templates.experiment, **fields)
-    fields["experiment"] = run_id = name + fields["seed"]
-    log_path = Path("logs") / fill_template(templates.log, **fields)
-    checkpoint_dir = Path("model_saving") / fill_template(templates.checkpoints, **fields)
-    config = config.model_copy(update={"seed": seed})
-    return RunSpec(run_id, study.name, value, fields["label"], seed, name, config, log_path, checkpoint_dir)
 
 
 def fill_template(template: str, **values: object) -> str:

@@ -78,24 +78,20 @@ def collect_overrides(
             f"The arms of study {study.name} differ in `{name}`: choose its values with {study.axis.option}."
         )
     for name, setting in overrides.items():
-        if name not in options:
-            _refuse_grid(study, name, str(setting))
+        text, texts = str(setting), split_values(str(setting))
+        if name in options or len(texts) == 1:
+            continue
+        base = study.family.config_class.model_validate({})
+        if not can_apply(base, {name: text}) and all(
+            can_apply(base, {name: value}) for value in texts
+        ):  # the setting takes each value but not the list
+            study_name = f"my-{name.rpartition('.')[2]}".replace("_", "-")
+            command = format_command("new", study_name, "--vary", f"{name}={','.join(texts)}")
+            raise PlanError(
+                f"--set {name}={format_value(text)}: a setting has one value in all arms. To compare several, declare "
+                f"a study of them: `{command}`."
+            )
     return overrides
-
-
-def _refuse_grid(study: Study, name: str, text: str) -> None:
-    """Raise PlanError for a comma-separated list if the setting takes each value but not the list."""
-    texts = split_values(text)
-    if len(texts) == 1:
-        return
-    base = study.family.config_class.model_validate({})
-    if not can_apply(base, {name: text}) and all(can_apply(base, {name: value}) for value in texts):
-        study_name = f"my-{name.rpartition('.')[2]}".replace("_", "-")
-        command = format_command("new", study_name, "--vary", f"{name}={','.join(texts)}")
-        raise PlanError(
-            f"--set {name}={format_value(text)}: a setting has one value in all arms. To compare several, declare a "
-            f"study of them: `{command}`."
-        )
 
 
 def can_apply(base_config: BaseRunConfig, settings: Mapping[str, object]) -> bool:
@@ -137,7 +133,14 @@ def find_study(name: str, kl_type: str | None = None) -> Study:
     """
     study = STUDIES.get(normalize_study_name(name))
     if study is None:
-        raise PlanError(f"There is no study `{format_value(name)}`.{_suggest_study(name)}")
+        problem = f"There is no study `{format_value(name)}`."
+        if nearest := difflib.get_close_matches(normalize_study_name(name), [*STUDIES, *SUITES]):
+            advice = f"Nearest: {', '.join(nearest)}. All studies with their questions: {format_command('list')}"
+            raise PlanError(f"{problem} {advice}")
+        raise PlanError(
+            f"{problem} The studies are {', '.join(STUDIES)}: type one of them, for example "
+            f"`{format_command('run', 'kl')}`, or for `run` a suite of studies: {', '.join(SUITES)}."
+        )
     if kl_type is None:
         return study
     if not study.variants:
@@ -147,16 +150,6 @@ def find_study(name: str, kl_type: str | None = None) -> Study:
             f"--kl-type {format_value(kl_type)} is not a KL loss of the grid: type one of {', '.join(study.variants)}."
         )
     return study.get_variant(kl_type)
-
-
-def _suggest_study(name: str) -> str:
-    """Suggest, after a space, which studies may be meant by a name that none has, or list all of them."""
-    if nearest := difflib.get_close_matches(normalize_study_name(name), [*STUDIES, *SUITES]):
-        return f" Nearest: {', '.join(nearest)}. All studies with their questions: {format_command('list')}"
-    return (
-        f" The studies are {', '.join(STUDIES)}: type one of them, for example `{format_command('run', 'kl')}`, or for "
-        f"`run` a suite of studies: {', '.join(SUITES)}."
-    )
 
 
 def find_arm(text: str, arms: Collection[str], option: str = "--arm") -> str:
@@ -184,47 +177,36 @@ def is_same_number(text: str, other_text: str) -> bool:
     return (number := parse_number(text)) is not None and number == parse_number(other_text)
 
 
-def read_assignments(path: Path) -> tuple[str, ...]:
-    """Read the `key=value` lines of a file, in order. Empty lines and text after a `#` are ignored.
-
-    Raises PlanError, naming file and line, if the file cannot be read or a line has another form.
-    """
-    name = f"--config {format_value(str(path), 1000)}"
-    try:
-        text = read_bytes(path, _MAX_BYTES).decode("utf-8-sig")
-    except (OSError, ValueError, UnsafePathError) as error:
-        problem = error.strerror or str(error) if isinstance(error, OSError) else str(error)
-        raise PlanError(
-            f"{name} cannot be read ({problem}): type a text file with a line key=value per setting."
-        ) from None
-    assignments = []
-    for number, line in enumerate(text.splitlines(), 1):
-        key, sign, value = (part.strip() for part in line.partition("#")[0].partition("="))
-        if not sign and not key:
-            continue
-        if not key or not value:
-            raise PlanError(
-                f"{name}, line {number}: {format_value(line.strip())} is not key=value, such as actor.lr=1e-5."
-            )
-        assignments.append(f"{key}={value}")
-    return tuple(assignments)
-
-
 def merge_assignments(files: Iterable[Path], typed: Iterable[str]) -> tuple[str, ...]:
-    """Merge the assignments of files with typed ones, which take precedence.
+    """Merge the `key=value` lines of files with typed assignments, which take precedence.
 
-    Two spellings of one setting are refused later, as given twice. Raises PlanError if the files have a key twice.
+    Empty lines and text after a `#` are ignored. Two spellings of one setting are refused later, as given twice. Raises
+    PlanError, naming file and line, if a file cannot be read, a line has another form, or the files have a key twice.
     """
     typed = tuple(typed)
     typed_keys = {assignment.partition("=")[0].strip() for assignment in typed}
     assignments: dict[str, str] = {}
     for path in files:
-        for assignment in read_assignments(path):
-            key = assignment.partition("=")[0]
+        name = f"--config {format_value(str(path), 1000)}"
+        try:
+            text = read_bytes(path, _MAX_BYTES).decode("utf-8-sig")
+        except (OSError, ValueError, UnsafePathError) as error:
+            problem = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+            raise PlanError(
+                f"{name} cannot be read ({problem}): type a text file with a line key=value per setting."
+            ) from None
+        for number, line in enumerate(text.splitlines(), 1):
+            key, sign, value = (part.strip() for part in line.partition("#")[0].partition("="))
+            if not sign and not key:
+                continue
+            if not key or not value:
+                raise PlanError(
+                    f"{name}, line {number}: {format_value(line.strip())} is not key=value, such as actor.lr=1e-5."
+                )
             if key in assignments:
                 raise PlanError(
-                    f"--config {format_value(str(path), 1000)} sets `{format_value(key)}` a second time "
-                    f"({format_value(assignments[key])}, {format_value(assignment)}): set it once."
+                    f"{name} sets `{format_value(key)}` a second time ({format_value(assignments[key])}, "
+                    f"{format_value(f'{key}={value}')}): set it once."
                 )
-            assignments[key] = assignment
+            assignments[key] = f"{key}={value}"
     return (*(entry for key, entry in assignments.items() if key not in typed_keys), *typed)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from trainable.backend.gpus import make_bundles
 from trainable.config.setting_types import format_value
-from tune_study.host.gpus import Gpu
+from tune_study.host.machine_checks import Gpu
 from tune_study.placement import resources
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan
@@ -36,7 +36,17 @@ def join_cluster(address: str) -> Iterator[tuple[Node, ...]]:
 
     address: host:port or auto, as for `ray.init`. Raises PlanError if the cluster cannot be joined.
     """
-    _check_address(address)
+    if address != "auto":  # which Ray looks up on this machine
+        host, _, port = address.rpartition(":")
+        try:  # Ray would try again for minutes
+            # An IPv6 address is typed as [::1]:6379, but connected to without its brackets.
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+        except (OSError, ValueError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise PlanError(
+                f"Nothing answers at --address {format_value(address)} ({reason}): type host:port, as `ray start` "
+                f"printed it, or auto on a machine of the cluster, and check that this machine can reach it."
+            ) from None
     prepare_environment(gpus=(), joins_cluster=True)
     import ray  # reads the environment prepared above
 
@@ -53,22 +63,6 @@ def join_cluster(address: str) -> Iterator[tuple[Node, ...]]:
         yield parse_nodes(ray.nodes())
     finally:
         ray.shutdown()  # only disconnects: the cluster keeps running
-
-
-def _check_address(address: str) -> None:
-    """Raise PlanError if nothing answers at `address`. Ray would try again for minutes."""
-    if address == "auto":  # Ray looks the address up on this machine
-        return
-    host, _, port = address.rpartition(":")
-    try:
-        # An IPv6 address is typed as [::1]:6379, but connected to without its brackets.
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-    except (OSError, ValueError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise PlanError(
-            f"Nothing answers at --address {format_value(address)} ({reason}): type host:port, as `ray start` "
-            f"printed it, or auto on a machine of the cluster, and check that this machine can reach it."
-        ) from None
 
 
 def parse_nodes(entries: Sequence[dict[str, Any]]) -> tuple[Node, ...]:

@@ -127,16 +127,6 @@ class LocalRay:
         self._exit_stack.close()
 
 
-def find_ray_daemons() -> Daemons:
-    """Find the processes called DAEMON_NAMES that this process has started, which excludes another study's Ray."""
-    daemons: dict[str, psutil.Process] = {}
-    for child in psutil.Process().children():
-        with suppress(psutil.Error):  # it has exited
-            command = Path((child.cmdline() or [""])[0]).name
-            daemons |= {name: child for name in DAEMON_NAMES if name in command}
-    return daemons
-
-
 def has_exited(process: psutil.Process) -> bool:
     """Check whether the process has exited. psutil still finds zombies, which have exited and wait to be reaped."""
     try:
@@ -209,8 +199,14 @@ def start_local_ray(resource_plan: ResourcePlan, console: Console) -> Iterator[D
     print_line(console, "Starting Ray ...")
     with make_session_folder(find_ray_folder(os.environ)) as folder:
         _init_ray(resource_plan, folder)
+        # The processes that this process has started, which excludes another study's Ray.
+        daemons: dict[str, psutil.Process] = {}
+        for child in psutil.Process().children():
+            with suppress(psutil.Error):  # it has exited
+                command = Path((child.cmdline() or [""])[0]).name
+                daemons |= {name: child for name in DAEMON_NAMES if name in command}
         try:
-            yield find_ray_daemons()
+            yield daemons
         finally:
             ray.shutdown()
 

@@ -222,7 +222,14 @@ class Progress:
             if view.phase
         ]
         caption = Text("\n".join((*problems, *phases))) if problems or phases else None
-        rows = [self._make_cells(view) for view in self.views.values()]
+        rows = []  # the cells of each run by heading
+        for view in self.views.values():
+            cells = {"arm": view.spec.arm, "seed": str(view.spec.seed), "step": f"{view.step}/{view.spec.steps}"}
+            for display_column in self._family.progress_columns:
+                value = view.last_values.get(display_column.column)
+                cells[display_column.name] = "-" if value is None else f"{value:{display_column.format_spec}}"
+            cells["time left"] = format_duration(self.estimate_time_left(view)) if view.is_open else ""
+            rows.append({**cells, "status": view.status})
         # On a narrow terminal, headings are wrapped, and then the longest names are cut, so that a run is a line.
         columns = [
             Column(name, overflow="fold", no_wrap=name == "status", justify="left" if name in _WORDS else "right")
@@ -233,15 +240,6 @@ class Progress:
         for row in rows:
             table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in row.values()))
         return table
-
-    def _make_cells(self, view: RunView) -> dict[str, str]:
-        """Make the cells of a run in the live table, by heading."""
-        cells = {"arm": view.spec.arm, "seed": str(view.spec.seed), "step": f"{view.step}/{view.spec.steps}"}
-        for display_column in self._family.progress_columns:
-            value = view.last_values.get(display_column.column)
-            cells[display_column.name] = "-" if value is None else f"{value:{display_column.format_spec}}"
-        cells["time left"] = format_duration(self.estimate_time_left(view)) if view.is_open else ""
-        return {**cells, "status": view.status}
 
     def print_note(self, run_id: str, text: str) -> None:
         """Print a plain line, such as a failure that is retried, unless there is a live table."""

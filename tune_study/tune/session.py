@@ -125,22 +125,6 @@ def has_failed_round(session: StudySession) -> bool:
     )
 
 
-def _conclude_wandb(log: "WandbLog", plan: StudyPlan) -> None:
-    """Give every W&B run of a study its last rows and its summary, with the verdict of its arm.
-
-    An error is printed, and leaves W&B incomplete.
-    """
-    from analysis.data.load import load  # imports pandas
-    from analysis.report.pages import summarize_runs
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DamageWarning)  # shown when the tables were made
-            log.conclude(summarize_runs(load(plan.folder)))
-    except Exception as error:  # as in `write_results`
-        print_error(f"The verdicts are not in W&B: {type(error).__name__}: {error}.")
-
-
 def end_wandb(session: StudySession) -> None:
     """End the W&B runs of a session, wait until all is sent, and print where they are or what is missing."""
     log, plan, console = session.wandb, session.plan, session.console
@@ -173,7 +157,15 @@ def write_outputs(session: StudySession, problem: str = "", *, has_report: bool 
     # After an interrupt the user does not wait for a service: `resume` sends what is missing.
     is_cut = session.interrupt.is_requested and plan.wandb.mode == "online"
     if session.wandb is not None and has_report and not is_cut:
-        _conclude_wandb(session.wandb, plan)
+        from analysis.data.load import load  # imports pandas
+        from analysis.report.pages import summarize_runs
+
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DamageWarning)  # shown when the tables were made
+                session.wandb.conclude(summarize_runs(load(plan.folder)))
+        except Exception as error:  # as in `write_results`
+            print_error(f"The verdicts are not in W&B: {type(error).__name__}: {error}.")
     if problem := " ".join(filter(None, problems)):
         print_error(problem)
     return problem

@@ -115,6 +115,6 @@ def make_interrupt_stopper(interrupt: Interrupt) -> tune.stopper.FunctionStopper
             return is_saved and interrupt.is_arm_requested(arm)
         # If the file of the request could not be written (full disk), runs do not see it and write no checkpoint, so
         # waiting for one would keep them training.
-        return is_saved or not interrupt.is_visible
+        return is_saved or not interrupt.path.exists()
 
     return tune.stopper.FunctionStopper(ends_trial)

@@ -84,7 +84,9 @@ def draw_signal(rows: pd.DataFrame, column: str = "signal_share") -> Any:
 
 def test_norms_and_reward_stds_are_bars_by_bucket_and_a_term_that_is_off_says_so() -> None:
     rows_of_study = make_frames(AFTER).gradients
-    chart = plots.draw_norms(gradients.make_bucket_table(rows_of_study), "run, step 51")
+    table, summary = gradients.make_bucket_table(rows_of_study), gradients.make_summary_table(rows_of_study)
+    figures = plots.draw_buckets(table, summary, "run, step 51")
+    chart = figures["plots"]
     kl, entropy, task = get_panels(chart).values()
     names = [name.partition(",")[0] for name in get_panels(chart)]
     assert names == ["KL gradient", "entropy gradient", "task (policy) gradient"]
@@ -95,22 +97,22 @@ def test_norms_and_reward_stds_are_bars_by_bucket_and_a_term_that_is_off_says_so
     assert get_title(chart) == ["Gradient norms", "run, step 51"]
     smallest, largest = (get_column(AFTER, "task", f"reward_std_{end}")[5] for end in ("min", "max"))
     assert f"{smallest:.3f} to {largest:.3f}" in charts.make_spec(chart)["title"]["subtitle"][-1]
-    chart = plots.draw_normalized_norms(gradients.make_bucket_table(rows_of_study), "title")
+    chart = figures["normed_grads"]
     panels = get_panels(chart)
     for unit, column in (("sequences", "norm_per_sample"), ("trained tokens", "norm_per_token")):
         rows = panels[f"task (policy) norm / {unit} (1)"]
         assert get_values(rows, "value") == get_column(AFTER, "task", column)
     assert charts.make_spec(chart)["resolve"] == {"scale": {"y": "independent"}}
     assert get_texts(chart).count("KL is off: the loss has no such term") == 2
-    table = gradients.make_summary_table(rows_of_study)
-    (rows,) = get_panels(plots.draw_reward_std(table, "title")).values()
+    (rows,) = get_panels(figures["reward_std"]).values()
     assert get_values(rows, "value") == get_column(AFTER, "task", "reward_std_mean")
     assert get_values(rows, "bucket") == list("123456")
 
 
 def test_losses_are_bars_also_below_zero() -> None:
-    table = gradients.make_bucket_table(make_frames(WITH_KL).gradients)
-    chart = plots.draw_losses(table, "title")
+    rows_of_study = make_frames(WITH_KL).gradients
+    table, summary = gradients.make_bucket_table(rows_of_study), gradients.make_summary_table(rows_of_study)
+    chart = plots.draw_buckets(table, summary, "title")["loss_plots"]
     panels = get_panels(chart)
     assert list(panels) == [f"{name} loss (1)" for name in ("task (policy)", "entropy", "KL", "total")]
     for rows, component in zip(panels.values(), ("task", "entropy", "kl", "total"), strict=True):

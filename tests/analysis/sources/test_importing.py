@@ -12,9 +12,8 @@ import pytest
 from analysis.data.load import load
 from analysis.sources.importing import import_logs, name_runs, read_logs
 from analysis.sources.log_files import list_runs
-from analysis.sources.logs import LogError, LogRow, RunLog
+from analysis.sources.logs import LogError, LogRow, Roles, RunLog
 from analysis.sources.names import find_trainer, parse_name, read_names, translate_rows
-from analysis.sources.steps import Roles
 from tests.analysis.sources.logs import (
     format_verl_step,
     make_settings,
@@ -25,7 +24,6 @@ from tests.analysis.sources.logs import (
 )
 from tests.analysis.sources.trackers import write_events, write_wandb
 from trainable.runs.records import IMPORTED_COLUMNS, STEP_COLUMNS
-from trainable.runs.study_record import SCHEMA, AxisRecord, StudyRecord
 
 COEFFICIENT = "actor_rollout_ref.actor.kl_loss_coef"
 
@@ -179,8 +177,7 @@ def test_the_same_runs_are_the_same_study_whatever_wrote_their_logs(tmp_path: Pa
         write_run(source, tmp_path / f"{arm}-{seed}", {"kl_coef": float(arm), "seed": seed}, rows)
     paths = [tmp_path] if source != "verl, console" and source != "a table" else sorted(tmp_path.glob("*/*"))
     logs = [log for files in list_runs(paths) for log in read_logs(files, Roles(["kl_coef"]))]
-    study = StudyRecord("kl", "", AxisRecord(), (), (), {}, schema=SCHEMA, family="imported")
-    import_logs(logs, name_runs(logs), tmp_path / "out/results/kl", study, ())
+    import_logs(logs, name_runs(logs), tmp_path / "out/results/kl", ())
     frames = load(tmp_path / "out/results/kl")
     trials = frames.trials.set_index(["arm", "seed"])
     assert trials["status"].unique().tolist() == ["completed"]
@@ -197,8 +194,7 @@ def test_the_frames_of_imported_logs_have_our_columns_and_theirs(tmp_path: Path)
     ]
     logs = [read_log(path) for path in paths]
     folder = tmp_path / "out/results/kl"
-    study = StudyRecord("kl", "", AxisRecord(), (), (), {}, schema=SCHEMA, family="imported")
-    import_logs(logs, name_runs(logs), folder, study, ())
+    import_logs(logs, name_runs(logs), folder, ())
     frames = load(folder)
     trials = frames.trials.set_index(["arm", "seed"])
     assert trials["late_val_success"].round(6).to_dict() == {
@@ -226,12 +222,11 @@ def test_a_log_without_a_success_is_asked_for_one(tmp_path: Path) -> None:
     path = write_verl_console(
         tmp_path / "a.log", make_settings(), [format_verl_step(1, {"critic/score/mean": 0.5, "actor/entropy": 1.0})]
     )
-    study = StudyRecord("s", "", AxisRecord(), (), (), {}, schema=SCHEMA, family="imported")
     log = read_log(path)
     with pytest.raises(LogError, match=r"--column val_success=NAME .* of critic/score/mean, actor/entropy"):
-        import_logs([log], name_runs([log]), tmp_path / "out", study, ())
+        import_logs([log], name_runs([log]), tmp_path / "out", ())
     assert not (tmp_path / "out").exists()
-    import_logs([log], name_runs([log]), tmp_path / "out", study, [parse_name("val_success", "critic/score/mean")])
+    import_logs([log], name_runs([log]), tmp_path / "out", [parse_name("val_success", "critic/score/mean")])
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ import pandas as pd
 import pytest
 
 from analysis.sources.importing import name_runs, read_logs
-from analysis.sources.logs import LogError, RunLog
+from analysis.sources.logs import LogError, Roles, RunLog
 from analysis.sources.names import find_trainer, parse_name, translate_rows
-from analysis.sources.steps import Roles
 from tests.analysis.sources.logs import read_log, write_json_lines
 from tests.analysis.sources.trackers import write_wandb
 

@@ -341,7 +341,7 @@ def test_another_version_than_the_drivers_is_named() -> None:
 
 
 def test_a_node_needs_room_for_the_runs_that_it_could_hold(tmp_path: Path) -> None:
-    reports = {NODES[0]: NodeReport(None, 400, 1000, ()), NODES[1]: NodeReport(None, 100, 1000, ())}
+    reports = {NODES[0]: NodeReport("", 400, 1000, ()), NODES[1]: NodeReport("", 100, 1000, ())}
     check_capacity(reports, make_resources(4, 8), 100, 0)  # one run fits on the first node and none on the second
     with pytest.raises(PlanError, match="The node one has 400 bytes free for the checkpoints of up to 4 runs"):
         check_capacity(reports, make_resources(1, 8), 101, 0)
@@ -350,8 +350,8 @@ def test_a_node_needs_room_for_the_runs_that_it_could_hold(tmp_path: Path) -> No
 
 def test_nodes_with_too_little_space_are_refused() -> None:
     reports = {
-        NODES[0]: NodeReport(None, 100, 50, (81_559, 81_559)),
-        NODES[1]: NodeReport(None, 90, 60, (46_068,)),
+        NODES[0]: NodeReport("", 100, 50, (81_559, 81_559)),
+        NODES[1]: NodeReport("", 90, 60, (46_068,)),
     }
     check_capacity(reports, make_resources(1, 2), 45, 25)
     check_capacity(reports, make_resources(1, 2), 0, 25)
@@ -361,7 +361,7 @@ def test_nodes_with_too_little_space_are_refused() -> None:
         check_capacity(reports, make_resources(1, 2), 45, 26)
     smallest_gpu = find_smallest_gpu(reports)
     assert (smallest_gpu.size, smallest_gpu.is_known) == (46_068 * 2**20, True)
-    assert find_smallest_gpu({**reports, NODES[2]: NodeReport(None, 0, 0, ())}) is None
+    assert find_smallest_gpu({**reports, NODES[2]: NodeReport("", 0, 0, ())}) is None
 
 
 def test_what_a_node_lacks_is_in_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,16 +369,16 @@ def test_what_a_node_lacks_is_in_its_answer(tmp_path: Path, monkeypatch: pytest.
     config = apply_overrides(make_plan_in(tmp_path).base_config, TORCH_SETTINGS)
     marker, settings = (tmp_path / "marker").as_uri(), config.model_dump(mode="json")
     own_versions = versions.read_driver_versions()
-    assert f"it cannot use {tmp_path.as_uri()}" in str(inspect_node(marker, [settings], own_versions).problem)
+    assert f"it cannot use {tmp_path.as_uri()}" in inspect_node(marker, [settings], own_versions).problem
     (tmp_path / "marker").touch()
     report = inspect_node(marker, [settings], own_versions)
-    assert report.problem is None
-    assert "it has ray " in str(inspect_node(marker, [settings], {**own_versions, "ray": "1.0"}).problem)
+    assert report.problem == ""
+    assert "it has ray " in inspect_node(marker, [settings], {**own_versions, "ray": "1.0"}).problem
     assert min(report.memory_bytes, report.disk_bytes) > 0
     assert [path.name for path in tmp_path.iterdir()] == ["marker"]
     missing_settings = apply_overrides(config, {"model.path": "Qwen/Qwen2.5-3B"}).model_dump(mode="json")
     report = inspect_node(marker, [settings, missing_settings], own_versions)
-    assert "Download it with `hf download Qwen/Qwen2.5-3B`" in str(report.problem)
+    assert "Download it with `hf download Qwen/Qwen2.5-3B`" in report.problem
 
 
 def test_the_sum_over_the_code_tells_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

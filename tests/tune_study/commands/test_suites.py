@@ -120,11 +120,12 @@ def test_an_index_that_cannot_be_written_is_told(suite: Suite, capsys: pytest.Ca
 def test_a_suite_does_not_begin_where_a_later_study_lacks_something(
     suite: Suite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse_second(plan: StudyPlan) -> None:
+    def refuse_second(plan: StudyPlan) -> list[tuple[str, str]]:
         if plan == suite.plans[1]:
             raise PlanError("lacks something")
+        return []
 
-    monkeypatch.setattr(preflight, "_check_files", refuse_second)
+    monkeypatch.setattr(preflight, "_list_models", refuse_second)
     with pytest.raises(PlanError, match="lacks something"):
         suite.run(lambda *_: pytest.fail("it began"))
     assert not suite.plans[0].output.joinpath("results").exists()

@@ -178,8 +178,8 @@ def test_a_study_is_made_longer_if_that_is_typed(tmp_path: Path) -> None:
         merge_with_folder(make_long_plan(tmp_path, 8), extend=False)
     plan = merge_with_folder(make_long_plan(tmp_path, 8), extend=True)
     assert (plan.earlier_steps, {spec.steps for spec in plan.runs}) == ((4,), {8})
-    (remark,) = (remark for remark in find_remarks(plan) if "trained from step 4 on" in remark.text)
-    assert "step 4 has a validation, although trainer.test_freq=5" in remark.text
+    (remark,) = (remark for remark in find_remarks(plan) if "trained from step 4 on" in remark)
+    assert "step 4 has a validation, although trainer.test_freq=5" in remark
     write_study(plan)
     assert plan_from_folder(plan.folder).earlier_steps == (4,)
     check_unchanged(plan_from_folder(plan.folder))

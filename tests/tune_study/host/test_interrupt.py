@@ -31,7 +31,7 @@ def test_the_first_signal_is_a_request_and_the_second_an_end(
         assert not interrupt.is_requested
         os.kill(os.getpid(), signal_number)
         assert interrupt.is_requested
-        assert interrupt.is_visible
+        assert interrupt.path.exists()
         assert messages == [
             f"{signal_number.name}: stopping after the current steps, which are finished and saved. "
             f"Press Ctrl-C again to stop immediately."
@@ -72,7 +72,7 @@ def test_a_request_that_cannot_be_written_is_one_all_the_same(tmp_path: Path) ->
     interrupt = Interrupt(tmp_path / "file" / ".interrupt")
     interrupt.request()
     assert interrupt.is_requested
-    assert not interrupt.is_visible
+    assert not interrupt.path.exists()
 
 
 def test_a_new_start_forgets_requests(interrupt: Interrupt, tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_new_start_forgets_requests(interrupt: Interrupt, tmp_path: Path) -> N
     assert not interrupt.is_requested
     assert not interrupt.is_arm_requested("0.1")
     interrupt.clear()
-    assert not interrupt.is_visible
+    assert not interrupt.path.exists()
     assert not interrupt.is_any_arm_requested
     interrupt.request()
     interrupt.clear()
@@ -104,7 +104,7 @@ def test_a_time_limit_requests_a_stop_and_says_why(interrupt: Interrupt) -> None
     with interrupt.limit_time(TimeLimit(0.5, time.monotonic() - 1), notify):
         assert requested.wait(timeout=60)
     assert interrupt.is_requested
-    assert interrupt.is_visible
+    assert interrupt.path.exists()
     assert interrupt.reason == "the study was interrupted after the 0.5 hours of --max-hours"
     assert lines == ["--max-hours 0.5: stopping after the current steps, which are finished and saved."]
 

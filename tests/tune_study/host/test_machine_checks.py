@@ -6,9 +6,15 @@ from unittest import mock
 
 import pytest
 
-from tune_study.host import gpus, machine_checks
-from tune_study.host.gpus import Gpu, detect_gpus
-from tune_study.host.machine_checks import GpuMemory, GpuProcess, query_gpu_memory, query_gpu_processes
+from tune_study.host import machine_checks
+from tune_study.host.machine_checks import (
+    Gpu,
+    GpuMemory,
+    GpuProcess,
+    detect_gpus,
+    query_gpu_memory,
+    query_gpu_processes,
+)
 
 # Memory
 
@@ -71,7 +77,7 @@ COMPLAINT = "NVIDIA-SMI has failed because it couldn't communicate, at all, with
 
 def print_in_nvidia_smi(text: str) -> Any:
     """Let nvidia-smi print this text in the block."""
-    return mock.patch.object(gpus.subprocess, "run", return_value=SimpleNamespace(stdout=text))
+    return mock.patch.object(machine_checks.subprocess, "run", return_value=SimpleNamespace(stdout=text))
 
 
 def test_what_nvidia_smi_prints_is_read() -> None:

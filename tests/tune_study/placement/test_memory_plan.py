@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from search_spaces.catalog import STUDIES
 from tests.fakes.plans import plan_study
 from trainable.config.run_config import apply_overrides
-from tune_study.host.gpus import Gpu
+from tune_study.host.machine_checks import Gpu
 from tune_study.placement import memory, resources
 from tune_study.placement.memory import GIB, Allocation, sum_by_phase
 from tune_study.placement.memory_plan import (

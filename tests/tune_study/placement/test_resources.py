@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.fakes.plans import plan_study
 from trainable.backend.gpus import make_bundles
 from trainable.config.run_config import ConfigError
-from tune_study.host.gpus import Gpu, detect_gpus, select_visible
+from tune_study.host.machine_checks import Gpu, detect_gpus, select_visible
 from tune_study.placement import resources
 from tune_study.placement.resources import check_engines, format_gpu_label, make_slots, preflight
 from tune_study.plan.errors import PlanError

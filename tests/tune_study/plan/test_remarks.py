@@ -51,7 +51,7 @@ def test_every_remark_has_a_case() -> None:
 
 def find_remarks(plan: StudyPlan) -> tuple[str, ...]:
     """The lines of a plan's remarks."""
-    return tuple(map(str, remarks.find_remarks(plan)))
+    return tuple(remarks.find_remarks(plan))
 
 
 @pytest.mark.parametrize(("remark", "case"), list(zip(REMARKS, CASES, strict=True)))

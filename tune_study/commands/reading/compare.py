@@ -81,7 +81,13 @@ def print_comparison(console: Console, comparison: Comparison, page: Path) -> No
     """Print the studies, differing settings, common arms, verdicts, and the path of the page."""
     for study in comparison.describe_studies():
         print_line(console, f"{study['label']}: {study['folder']}: {study['statuses']}, seeds {study['seeds']}")
-    _print_settings(console, comparison)
+    labels, settings = list(comparison.studies), to_records(comparison.settings)
+    if settings:
+        print_line(console, f"{len(settings)} setting{'s differ' if len(settings) > 1 else ' differs'}:")
+        rows = [[row["setting"], *(row[label] or "-" for label in labels)] for row in settings]
+        print_table(console, ["setting", *labels], rows)
+    else:
+        print_line(console, "The settings that all arms of a study share are the same in every study.")
     print_line(console, "")
     print_table(
         console,
@@ -105,17 +111,3 @@ def print_comparison(console: Console, comparison: Comparison, page: Path) -> No
     for sentence in comparison.describe():
         print_line(console, sentence)
     print_line(console, f"Page: {page}")
-
-
-def _print_settings(console: Console, comparison: Comparison) -> None:
-    settings = to_records(comparison.settings)
-    if not settings:
-        print_line(console, "The settings that all arms of a study share are the same in every study.")
-        return
-    labels = list(comparison.studies)
-    print_line(console, f"{len(settings)} setting{'s differ' if len(settings) > 1 else ' differs'}:")
-    print_table(
-        console,
-        ["setting", *labels],
-        [[row["setting"], *(row[label] or "-" for label in labels)] for row in settings],
-    )

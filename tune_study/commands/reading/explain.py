@@ -93,7 +93,20 @@ def print_explanation(
         *("symptom", "changed in", "of well runs", "first in", "median onset"),
         *("before success", "after", "not known", "lead"),
     )
-    print_table(console, columns, [_format_order(row) for row in to_records(symptoms.summarize_order(onsets))])
+    order_rows = []
+    for row in to_records(symptoms.summarize_order(onsets)):
+        interval = "" if np.isnan(row["lead_low"]) else f" [{row['lead_low']:g}, {row['lead_high']:g}]"
+        counts = (
+            f"{row[name]} of {row[f'{prefix}runs']}" for name, prefix in (("changed", ""), ("well_changed", "well_"))
+        )
+        order_rows.append(
+            [
+                *(row["label"], *counts, str(row["first"]), _format_step(row["median_onset"])),
+                *(str(row[name]) for name in ("earlier", "later", "undecided")),
+                "-" if np.isnan(row["lead"]) else f"{row['lead']:g}{interval}",
+            ]
+        )
+    print_table(console, columns, order_rows)
     print_line(console, "")
     first_labels = onsets[onsets["is_first"] & onsets["is_collapse"]].set_index("run_id")["label"].to_dict()
     rows = [
@@ -107,19 +120,6 @@ def print_explanation(
 def _count_measurements(frames: StudyFrames, run: dict[str, Any]) -> int:
     """Count the training steps up to the run's end or collapse; each is a measurement of the symptoms."""
     return int((frames.get_run_steps(run["run_id"])["step"] <= run["end_step"]).sum())
-
-
-def _format_order(row: dict[str, Any]) -> list[str]:
-    interval = "" if np.isnan(row["lead_low"]) else f" [{row['lead_low']:g}, {row['lead_high']:g}]"
-    return [
-        row["label"],
-        f"{row['changed']} of {row['runs']}",
-        f"{row['well_changed']} of {row['well_runs']}",
-        str(row["first"]),
-        _format_step(row["median_onset"]),
-        *(str(row[name]) for name in ("earlier", "later", "undecided")),
-        "-" if np.isnan(row["lead"]) else f"{row['lead']:g}{interval}",
-    ]
 
 
 def _describe_end(run: dict[str, Any]) -> str:
@@ -140,7 +140,15 @@ def _print_run(console: Console, folder: Path, frames: StudyFrames, ends: pd.Dat
         print_line(console, _TOO_SHORT if is_short else "No change is resolved.")
     else:
         columns = ("symptom", "begins after step", "95 %", "complete at", "before", "after", "p (corrected)")
-        print_table(console, columns, [_format_change_cells(row) for row in to_records(changes)])
+        cells = [
+            [
+                *(row["label"], _format_step(row["onset"]), f"{row['low']:g} to {row['high']:g}"),
+                *(_format_step(row["end"]), format_number(row["before"]), format_number(row["after"])),
+                format_p_value(row["p_adjusted"]).removeprefix("p "),
+            ]
+            for row in to_records(changes)
+        ]
+        print_table(console, columns, cells)
         stable_labels = onsets.loc[onsets["onset"].isna(), "label"]
         print_line(console, f"No change for the worse is resolved in: {', '.join(stable_labels) or 'none'}.")
         if len(changes) > 1 and not changes["is_first"].any():
@@ -186,18 +194,6 @@ def choose_episodes(
     changed_levels = [level for level in levels if by_key[level, first].success and not by_key[level, last].success]
     level = (changed_levels or levels)[0]
     return [by_key[level, step] for step in chosen_steps]
-
-
-def _format_change_cells(row: dict[str, Any]) -> list[str]:
-    return [
-        row["label"],
-        _format_step(row["onset"]),
-        f"{row['low']:g} to {row['high']:g}",
-        _format_step(row["end"]),
-        format_number(row["before"]),
-        format_number(row["after"]),
-        format_p_value(row["p_adjusted"]).removeprefix("p "),
-    ]
 
 
 def _format_step(step: float) -> str:

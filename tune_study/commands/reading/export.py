@@ -49,7 +49,16 @@ def find_export(
         seeds = ", ".join(map(str, sorted(specs)))
         raise PlanError(f"Arm {format_value(arm)} has no run with seed {seed}: type --seed with one of {seeds}.")
     spec = specs[min(specs) if seed is None else seed]
-    number = None if step is None else _parse_step(plan, spec, step)
+    number = None
+    if step == BEST_STEP:
+        rows = read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE)
+        number = find_best_step(rows, plan.study.family.primary_metric)
+        if number is None:
+            raise PlanError(f"--step {BEST_STEP}: {spec.run_id} has no validation yet.")
+    elif step is not None:
+        if not (step.isascii() and step.isdecimal()):
+            raise PlanError(f"--step {format_value(step)} is no step: type a number, or {BEST_STEP}.")
+        number = int(step)
     return find_run_checkpoint(plan, spec.run_id, number, None)
 
 
@@ -83,19 +92,6 @@ def _plan_from_records(folder: Path, allowed: frozenset[str]) -> StudyPlan:
     return plan
 
 
-def _parse_step(plan: StudyPlan, spec: RunSpec, text: str) -> int:
-    """Parse --step. Raises PlanError if it is neither a number nor `best`, or if no validation is recorded."""
-    if text == BEST_STEP:
-        rows = read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE)
-        step = find_best_step(rows, plan.study.family.primary_metric)
-        if step is None:
-            raise PlanError(f"--step {BEST_STEP}: {spec.run_id} has no validation yet.")
-        return step
-    if not (text.isascii() and text.isdecimal()):
-        raise PlanError(f"--step {format_value(text)} is no step: type a number, or {BEST_STEP}.")
-    return int(text)
-
-
 def export(console: Console, target: RunCheckpoint, folder: Path, dtype: str, *, keeps_adapters: bool) -> None:
     """Write the policy to `folder`, which appears only once it is complete.
 
@@ -112,11 +108,13 @@ def export(console: Console, target: RunCheckpoint, folder: Path, dtype: str, *,
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PlanError(f"{format_value(folder, 1000)} is there already and not empty: type another --to.")
     check_model(config.model.path, os.environ)
-    try:
-        with show_phases(console, f"loading {config.model.path}"):
-            policy = load_trained_policy(config, target.path)
-    except (CheckpointError, ValueError) as error:
-        raise PlanError(f"The checkpoint cannot be used: {error}") from None
+    problem = "The checkpoint cannot be used: "
+    with (
+        as_plan_error(CheckpointError, problem),
+        as_plan_error(ValueError, problem),
+        show_phases(console, f"loading {config.model.path}"),
+    ):
+        policy = load_trained_policy(config, target.path)
     card = _make_card(target, config, policy.chat_format)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -1,17 +1,14 @@
 """The command `import`: logs of other trainers become a study that every reading command reads."""
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
-from analysis.sources.importing import RunNames, import_logs, name_runs, read_logs
+from analysis.sources.importing import import_logs, name_runs, read_logs
 from analysis.sources.log_files import list_runs, read_runs_file
-from analysis.sources.logs import LogError, RunLog
+from analysis.sources.logs import LogError, Roles
 from analysis.sources.names import Name, parse_name
-from analysis.sources.steps import Roles
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
-from trainable.runs.study_record import SCHEMA, AxisRecord, StudyRecord
 from tune_study.plan.errors import PlanError, as_plan_error
 
 
@@ -72,27 +69,6 @@ def import_study(
             roles = Roles((*arms, *([seed] if seed else [])), step)
             logs = [log for run in list_runs(paths) for log in read_logs(run, roles)]
             names = name_runs(logs, arms, seed)
-        write_logs(logs, names, folder, columns, command)
+        import_logs(logs, names, folder, columns, command)
     # The runs of a table share its path.
     return list(dict.fromkeys([*names.notes, *(f"{log.path}: {note}" for log in logs for note in log.notes)]))
-
-
-def write_logs(
-    logs: Sequence[RunLog], names: RunNames, folder: Path, columns: Sequence[Name], command: str = ""
-) -> None:
-    """Write the logs as a study to `folder` (see `import_logs`). command: the one that writes it again."""
-    study = StudyRecord(
-        folder.name,
-        "",
-        AxisRecord(),
-        (),
-        (),
-        {},
-        schema=SCHEMA,
-        question=f"How do these runs differ {f'by {names.setting}' if names.setting else 'between seeds'}?",
-        run=folder.name,
-        family="imported",
-        command=command,
-        created_at=datetime.now(UTC).isoformat(),
-    )
-    import_logs(logs, names, folder, study, columns)

@@ -11,16 +11,15 @@ from rich.console import Console
 from analysis.data.compare import SIGNIFICANCE_LEVEL, collect_outcomes, list_arms, require_single_study, select_runs
 from analysis.data.frames import StudyFrames
 from analysis.data.load import load
-from analysis.sources.importing import RunNames, name_runs, read_logs
+from analysis.sources.importing import RunNames, import_logs, name_runs, read_logs
 from analysis.sources.log_files import list_runs
+from analysis.sources.logs import Roles
 from analysis.sources.names import Name
-from analysis.sources.steps import Roles
 from analysis.stats.estimates import MIN_SEEDS, estimate_deviation
 from analysis.sweep.planned_power import POWER, find_noise_floors
 from analysis.sweep.verdicts import format_number
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import STUDY_FILE
-from tune_study.commands.reading.importing import write_logs
 from tune_study.folder import locate
 from tune_study.host.console import print_line, print_table
 from tune_study.plan.errors import PlanError, as_plan_error
@@ -57,7 +56,7 @@ def read_frames(
         # Logs without settings are of one setting, since nobody can tell them apart.
         same = RunNames("", [("all", number) for number in range(len(logs))], [])
         run_names = name_runs(logs, (), seed_key) if seed_key or any(log.settings for log in logs) else same
-        write_logs(logs, run_names, folder, columns)
+        import_logs(logs, run_names, folder, columns)
         return load(folder), False
 
 

@@ -85,8 +85,13 @@ def print_transcripts(console: Console, folder: Path, choice: EpisodeChoice, loc
     print_line(console, LEGEND)
     print_line(console, "")
     for run in selected_runs:
-        episodes = select_episodes(run, choice)
-        print_line(console, f"Arm {run.arm}, seed {run.seed}: {_describe_selection(run, choice, episodes)}")
+        episodes, selection = select_episodes(run, choice), "no recorded episode of this kind"
+        if episodes:
+            step, num_solved = episodes[0].step, sum(episode.success for episode in episodes)
+            total = sum(episode.step == step for episode in run.episodes)
+            time = f"{'of' if choice.is_trained else 'after'} step {step}"
+            selection = f"{len(episodes)} of {total} episodes {time}, {num_solved} solved"
+        print_line(console, f"Arm {run.arm}, seed {run.seed}: {selection}")
         for episode in episodes:
             print_line(console, "")
             print_episode(console, episode)
@@ -137,14 +142,3 @@ def select_episodes(run: RunEpisodes, choice: EpisodeChoice) -> list[RecordedEpi
     """Select a run's episodes of the chosen step (or the last that has some) with the chosen success."""
     step = choice.step if choice.step is not None else max((episode.step for episode in run.episodes), default=None)
     return [episode for episode in run.episodes if episode.step == step and choice.success in (None, episode.success)]
-
-
-def _describe_selection(run: RunEpisodes, choice: EpisodeChoice, episodes: Sequence[RecordedEpisode]) -> str:
-    """Describe the selection: `2 of 2 episodes after step 60, 1 solved`."""
-    if not episodes:
-        return "no recorded episode of this kind"
-    step = episodes[0].step
-    total = sum(episode.step == step for episode in run.episodes)
-    time = f"{'of' if choice.is_trained else 'after'} step {step}"
-    num_solved = sum(episode.success for episode in episodes)
-    return f"{len(episodes)} of {total} episodes {time}, {num_solved} solved"

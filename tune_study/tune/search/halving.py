@@ -78,11 +78,16 @@ class Rungs:
             if run_id not in self._values[step] or run_id in self._judged[step]:
                 continue
             self._judged[step].add(run_id)
-            reason = "" if arm == DEFAULT_POINT else self._judge(run_id, step)
-            if reason:
+            values = self._values[step]
+            num_better = sum(self._sign * value > self._sign * values[run_id] for value in values.values())
+            num_promoted = len(values) // REDUCTION_FACTOR  # of all runs so far, including this one
+            if arm != DEFAULT_POINT and len(values) >= REDUCTION_FACTOR and num_better >= num_promoted:
                 self._censored_arms.add(arm)
-                self.reasons[run_id] = reason
-                return reason
+                self.reasons[run_id] = (
+                    f"successive halving at step {step}: {num_better} of {len(values)} runs were better, and the best "
+                    f"{num_promoted} continue; a censored run, not a failed one"
+                )
+                return self.reasons[run_id]
         return ""
 
     def ends_trial(self, trial_id: str, result: dict[str, Any]) -> bool:
@@ -94,15 +99,3 @@ class Rungs:
             self.record(row["run_id"], row)
             return False
         return bool(self.decide(row["run_id"], row))
-
-    def _judge(self, run_id: str, step: int) -> str:
-        """Explain why the run does not get past the rung at `step`; empty if it does."""
-        values = self._values[step]
-        num_better = sum(self._sign * value > self._sign * values[run_id] for value in values.values())
-        num_promoted = len(values) // REDUCTION_FACTOR  # of all runs so far, including this one
-        if len(values) < REDUCTION_FACTOR or num_better < num_promoted:
-            return ""
-        return (
-            f"successive halving at step {step}: {num_better} of {len(values)} runs were better, and the best "
-            f"{num_promoted} continue; a censored run, not a failed one"
-        )
