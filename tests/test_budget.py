@@ -16,11 +16,11 @@ from tests.test_architecture import MODULES, PACKAGES, ROOT, list_nodes
 from tune_study.demo.archive import unpack
 
 STATEMENTS: Mapping[str, int] = {
-    "analysis": 5853,
-    "sandboxes": 4267,
+    "analysis": 5831,
+    "sandboxes": 4252,
     "search_spaces": 286,
-    "trainable": 10628,
-    "tune_study": 6703,
+    "trainable": 10496,
+    "tune_study": 6605,
 }
 """Package -> most statements, docstrings left out.
 
@@ -36,10 +36,11 @@ trainers' logs in six formats (`sources`), and `tune_study` from 6,482 for `impo
 READERS: Mapping[str, int] = {"study.json": 1, "run.json": 1, "status.json": 1}
 """File of a study -> most modules that name it. One that reads and writes it is what there should be."""
 
-TRACED_FILES: Mapping[str, int] = {"dry run": 39, "status": 15, "first step": 52}
+TRACED_FILES: Mapping[str, int] = {"dry run": 39, "status": 15, "first step": 53}
 """What is done -> most files of the project of which a function is called.
 
-Raised from 37 and 50, two each, by the module of schedules and by what further settings read."""
+Raised from 37 and 50, two each, by the module of schedules and by what further settings read, and from 52 because a
+codec, in a module of its own, is a class with functions."""
 
 
 @cache

@@ -12,6 +12,9 @@ from tests.fakes.scripted import clone_tensors
 from tests.fakes.trainers import check_resumption, has_same_weights, make_quiet_trainer, run_steps
 from trainable.models.networks import move_reference
 from trainable.ppo.trainer import PPOTrainer
+from trainable.runs.checkpoint import write_checkpoint
+from tune_study.placement.disk import compute_checkpoint_bytes
+from tune_study.placement.model_files import read_model_shape
 
 KL = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1, "actor__kl_loss_type": "mse", "actor__lr": 3e-3}
 SYNC = {**KL, "trainer__ref_model_sync_steps": 2}
@@ -132,6 +135,21 @@ def test_a_reference_moves_also_in_a_step_without_a_batch(random_folder: Path) -
         assert trainer.step(lambda: calls.append(trainer.reference_step)).row["groups_kept"] == 0
     assert calls == [0]  # before the tensors of the last state change
     assert trainer.reference_step == 2
+
+
+@pytest.mark.parametrize("settings", [SYNC, LORA], ids=["full", "lora"])
+def test_the_plan_knows_the_size_of_a_checkpoint(settings: dict[str, object], tmp_path: Path) -> None:
+    sizes, planned = [], []
+    for is_moving in (False, True):
+        names = settings if is_moving else {name: settings[name] for name in settings if "ref_model" not in name}
+        trainer = make_quiet_trainer(**names)
+        run_steps(trainer, 1)
+        write_checkpoint(tmp_path / "state", *trainer.get_state())
+        sizes.append(sum(path.stat().st_size for path in (tmp_path / "state").iterdir()))
+        shape = read_model_shape(trainer.config.model.path, {})
+        assert shape is not None
+        planned.append(compute_checkpoint_bytes(shape, trainer.config))
+    assert planned[1] - planned[0] == pytest.approx(sizes[1] - sizes[0], rel=0.01)
 
 
 def test_a_state_of_another_kind_is_refused() -> None:

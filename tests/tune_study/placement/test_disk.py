@@ -42,12 +42,6 @@ VARIANTS: dict[str, Mapping[str, object]] = {
     "grpo, shared trunk": {"algorithm.adv_estimator": "grpo", "critic.shared_trunk": True},
     "rloo, KL loss": {"algorithm.adv_estimator": "rloo", "actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1},
     "adapters": {"model.lora_rank": 8, "actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1},
-    "a reference that moves": {"actor.use_kl_loss": True, "trainer.ref_model_sync_steps": 2},
-    "a reference that moves, adapters": {
-        "model.lora_rank": 8,
-        "actor.use_kl_loss": True,
-        "trainer.ref_model_sync_steps": 2,
-    },
     "adapters of some layers, shared trunk": {
         "model.lora_rank": 128,
         "model.lora_target_modules": ["k_proj", "up_proj"],
