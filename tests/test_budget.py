@@ -16,11 +16,11 @@ from tests.test_architecture import MODULES, PACKAGES, ROOT, list_nodes
 from tune_study.demo.archive import unpack
 
 STATEMENTS: Mapping[str, int] = {
-    "analysis": 5831,
+    "analysis": 5842,
     "sandboxes": 4252,
     "search_spaces": 286,
     "trainable": 10496,
-    "tune_study": 6605,
+    "tune_study": 6607,
 }
 """Package -> most statements, docstrings left out.
 

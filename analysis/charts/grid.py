@@ -29,11 +29,7 @@ def draw_heat_maps(
     `lines` of its text, and std, low, high, scored, runs and stopped. label: of the color scale, with its unit. axes:
     the titles of x and y. columns: panels per row. domain: of the color scale; None: of the values.
     """
-    # A log scale leaves out values of 0 and less, which have its lowest color.
-    shown = table["value"][table["value"] > 0] if is_log else table["value"].dropna()
-    low, high = domain or ((0.5, 1.0) if shown.empty else (float(shown.min()), float(shown.max())))
-    missing = 0.0 if domain or shown.empty else _MIN_SPAN * (max(abs(low), abs(high)) or 1.0) - (high - low)
-    low, high = (low - missing / 2, high + missing / 2) if missing > 0 else (low, high)
+    low, high = domain or _make_domain(table["value"], is_log)
     middle = low * (high / low) ** _DARK_SHARE if is_log else low + _DARK_SHARE * (high - low)
     panels, xs, ys = (table[column].cat.categories.to_list() for column in ("panel", "x", "y"))
     width = max(_MIN_PANEL_WIDTH, _MIN_CELL_WIDTH * len(xs))
@@ -69,6 +65,16 @@ def draw_heat_maps(
     ]
     layered = alt.LayerChart(data=table, layer=layers, width=width, height=_CELL_HEIGHT * len(ys))
     return layered.facet(facet=alt.Facet("panel:N", title=None, sort=panels), columns=columns)
+
+
+def _make_domain(values: "pd.Series[float]", is_log: bool) -> tuple[float, float]:
+    """Make the domain of a color scale. A log scale leaves out values of 0 and less, which have its lowest color."""
+    shown = values[values > 0] if is_log else values.dropna()
+    if shown.empty:
+        return 0.5, 1.0
+    low, high = float(shown.min()), float(shown.max())
+    missing = _MIN_SPAN * (max(abs(low), abs(high)) or 1.0) - (high - low)
+    return (low - missing / 2, high + missing / 2) if missing > 0 else (low, high)
 
 
 def draw_edges(doses: pd.DataFrame, edges: pd.DataFrame, label: str) -> alt.VConcatChart:

@@ -15,7 +15,7 @@ from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
 from analysis.grid.layout import label_value, select_settings
 from analysis.stats.dose_response import DoseCounts, EdgeEstimate, count_events, estimate_edge, estimate_shift
-from analysis.stats.estimates import Estimate, wilson_interval
+from analysis.stats.estimates import Estimate, Floats, wilson_interval
 from analysis.sweep.collapse import find_run_ends
 from analysis.sweep.contrasts import read_contrasts
 from trainable.config.aliases import shorten_setting
@@ -83,23 +83,33 @@ def summarize_edges(frames: StudyFrames) -> pd.DataFrame:
     * note: what limits these numbers, or why they are missing.
     """
     margin = get_margin(frames.studies[0], SUCCESS_COLUMN)
-    rows: list[Row] = []
-    for line, runs in make_run_table(frames).groupby("line", sort=False):
-        counts = count_events(runs["dose"], runs["collapsed"])
-        estimate = estimate_edge(counts)
-        edge, num_seeds = estimate.edge, int(runs["seed"].nunique())
-        if num_seeds < MIN_SEEDS_OF_EDGE:
-            edge = edge._replace(low=math.nan, high=math.nan)
-        safe_band, band_note = _find_safe_band(summarize_doses(runs), margin)
-        has_bound = not (math.isnan(edge.low) and math.isnan(edge.high))
-        row = {"line": str(line), "doses": len(counts.doses), "seeds": num_seeds, "runs": len(runs)}
-        row |= {"collapsed": int(runs["collapsed"].sum()), "edge": _raise(edge.value)}
-        row |= {"edge_low": _raise(edge.low), "edge_high": _raise(edge.high)}
-        row["method"] = ("exact" if estimate.is_separated else "profile") if has_bound else ""
-        row |= {"bracket_low": _raise(estimate.bracket_low), "bracket_high": _raise(estimate.bracket_high), **safe_band}
-        row["note"] = "; ".join(filter(None, (_describe_edge(estimate, edge, counts, num_seeds), band_note)))
-        rows.append(row)
-    return pd.DataFrame(rows)
+    lines = make_run_table(frames).groupby("line", sort=False)
+    return pd.DataFrame([_make_edge_row(str(line), runs, margin) for line, runs in lines])
+
+
+def _make_edge_row(line: str, runs: pd.DataFrame, margin: float) -> Row:
+    counts = count_events(runs["dose"], runs["collapsed"])
+    estimate = estimate_edge(counts)
+    edge, num_seeds = estimate.edge, int(runs["seed"].nunique())
+    if num_seeds < MIN_SEEDS_OF_EDGE:
+        edge = edge._replace(low=math.nan, high=math.nan)
+    safe_band, band_note = _find_safe_band(summarize_doses(runs), margin)
+    has_bound = not (math.isnan(edge.low) and math.isnan(edge.high))
+    return {
+        "line": line,
+        "doses": len(counts.doses),
+        "seeds": num_seeds,
+        "runs": len(runs),
+        "collapsed": int(runs["collapsed"].sum()),
+        "edge": _raise(edge.value),
+        "edge_low": _raise(edge.low),
+        "edge_high": _raise(edge.high),
+        "method": ("exact" if estimate.is_separated else "profile") if has_bound else "",
+        "bracket_low": _raise(estimate.bracket_low),
+        "bracket_high": _raise(estimate.bracket_high),
+        **safe_band,
+        "note": "; ".join(filter(None, (_describe_edge(estimate, edge, counts, num_seeds), band_note))),
+    }
 
 
 def _raise(exponent: float) -> float:
@@ -201,17 +211,28 @@ def _compare_lines(runs: pd.DataFrame, reference: pd.DataFrame, generator: np.ra
             notes.append(f"no run of {name} collapsed")
         elif (side.num_events == side.num_runs).all():
             notes.append(f"every run of {name} collapsed")
-    if num_seeds >= MIN_SEEDS_OF_EDGE:
-        from scipy import stats
+    return row | {
+        **make_estimate_columns("shift", shift),
+        "p": _exchange_lines(pairs.groupby("seed")[columns].sum().to_numpy(dtype=float), generator),
+        "note": "; ".join(filter(None, notes)),
+    }
 
-        # Swaps the two lines within each seed.
-        test = stats.permutation_test(
-            pairs.groupby("seed")[columns].sum().to_numpy(dtype=float).T,
-            lambda first, second, axis: np.sum(first - second, axis=axis),
-            permutation_type="samples",
-            vectorized=True,
-            n_resamples=9999,
-            rng=generator,
-        )
-        row["p"] = float(test.pvalue)
-    return row | {**make_estimate_columns("shift", shift), "note": "; ".join(filter(None, notes))}
+
+def _exchange_lines(num_collapses: Floats, generator: np.random.Generator) -> float:
+    """Test the difference between two lines in collapses (seeds, 2) by swapping the lines within each seed.
+
+    Returns p, or NaN with a single seed.
+    """
+    if len(num_collapses) < MIN_SEEDS_OF_EDGE:
+        return math.nan
+    from scipy import stats
+
+    result = stats.permutation_test(
+        num_collapses.T,
+        lambda first, second, axis: np.sum(first - second, axis=axis),
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=9999,
+        rng=generator,
+    )
+    return float(result.pvalue)

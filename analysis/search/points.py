@@ -46,12 +46,9 @@ def make_points(frames: StudyFrames) -> pd.DataFrame:
     search, points = study.search, study.points
     if not search or not points:
         return pd.DataFrame()
-    (family,), all_runs = frames.families, frames.runs
+    (family,) = frames.families
     outcomes = collect_outcomes(frames, family.primary_column)
-    broken_ids = set(all_runs.loc[all_runs["status"].isin(("early_stopped", "failed")), "run_id"])
-    if family.is_fine_tuning:
-        ends, is_failed = find_run_ends(frames), find_failed_stops(all_runs) | (all_runs["status"] == "failed")
-        broken_ids = {*all_runs.loc[is_failed, "run_id"], *ends.loc[ends["is_collapse"], "run_id"]}
+    broken_ids = _find_broken_runs(frames)
     base = {name: str(value) for name, value in flatten_settings(study.settings).items()}
     rows: list[Row] = []
     for number, (arm, settings) in enumerate(points.items()):
@@ -96,6 +93,17 @@ def make_points(frames: StudyFrames) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
+
+
+def _find_broken_runs(frames: StudyFrames) -> set[str]:
+    """Find the ids of the runs that collapsed, that a rule stopped as failures, or that failed."""
+    (family,) = frames.families
+    runs = frames.runs
+    if not family.is_fine_tuning:
+        return set(runs.loc[runs["status"].isin(("early_stopped", "failed")), "run_id"])
+    ends = find_run_ends(frames)
+    is_broken = find_failed_stops(runs) | (runs["status"] == "failed")
+    return {*runs.loc[is_broken, "run_id"], *ends.loc[ends["is_collapse"], "run_id"]}
 
 
 def find_best_point(points: pd.DataFrame, is_higher_better: bool) -> Row | None:

@@ -70,19 +70,14 @@ def find_change(steps: ArrayLike, values: ArrayLike, generator: np.random.Genera
         return Change()
     after_minus_before, before = np.polyfit(ramps[best], y, 1)
     residuals = y - (before + after_minus_before * ramps[best])
-    correlation = max(0.0, float((residuals[1:] * residuals[:-1]).sum() / max((residuals**2).sum(), 1e-300)))
-    inflation, df = (1 + correlation) / (1 - min(correlation, 0.9)), len(x) - NUM_PARAMETERS
-    total = float(((y - y.mean()) ** 2).sum())
-    unexplained = np.maximum(total - explained, 1e-12 * total)
-    limit = 1 + inflation * special.fdtri(1, df, CONFIDENCE_LEVEL) / df
-    onsets = x[starts[unexplained <= limit * unexplained.min()]]
+    low, high = _find_interval(x, starts, explained, float(((y - y.mean()) ** 2).sum()), residuals)
     permuted_values = _permute_blocks(y, NUM_PERMUTATIONS, generator)
     permuted_maxima = _compute_explained(shapes, permuted_values.T, direction).max(axis=0)
     num_extreme = int((permuted_maxima >= explained[best] * (1 - 1e-9)).sum())
     return Change(
         onset=float(x[starts[best]]),
-        low=float(onsets.min()),
-        high=float(onsets.max()),
+        low=low,
+        high=high,
         end=float(x[ends[best]]),
         before=float(before),
         after=float(before + after_minus_before),
@@ -98,6 +93,19 @@ def _compute_explained(shapes: Floats, values: Floats, direction: int) -> Floats
         projections *= np.sign(direction)
         np.maximum(projections, 0.0, out=projections)
     return np.square(projections, out=projections)
+
+
+def _find_interval(
+    x: Floats, starts: Floats, explained: Floats, total: float, residuals: Floats
+) -> tuple[float, float]:
+    """Find the smallest and the largest onset that the F test of `find_change` does not reject."""
+    correlation = max(0.0, float((residuals[1:] * residuals[:-1]).sum() / max((residuals**2).sum(), 1e-300)))
+    inflation = (1 + correlation) / (1 - min(correlation, 0.9))
+    df = len(x) - NUM_PARAMETERS
+    limit = 1 + inflation * special.fdtri(1, df, CONFIDENCE_LEVEL) / df
+    unexplained = np.maximum(total - explained, 1e-12 * total)
+    onsets = x[starts[unexplained <= limit * unexplained.min()]]
+    return float(onsets.min()), float(onsets.max())
 
 
 def _permute_blocks(values: Floats, count: int, generator: np.random.Generator) -> Floats:

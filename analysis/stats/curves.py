@@ -97,13 +97,7 @@ def fit_curves(validations: Validations) -> CurveFit:
         return _refuse_fit(num_seeds, refusal)
     low, high = _find_log_range(counts)
     parameters, log_likelihood = _maximize(counts, _find_starts(counts, low, high))
-    rates, jacobian = _differentiate(parameters, counts)
-    variances, residuals = rates * (1 - rates), counts.successes - counts.num_trials * rates
-    chi_square = float(np.sum(residuals**2 / (np.maximum(counts.num_trials, 1) * variances)))
-    dispersion = max(1.0, chi_square / (np.count_nonzero(counts.num_trials) - len(parameters)))
-    information = np.einsum("isv,sv,jsv->ij", jacobian, counts.num_trials / variances, jacobian)
-    # A direction without information, such as the steepness of a step, gets no variance.
-    covariance = dispersion * np.linalg.pinv(information, hermitian=True)
+    dispersion, covariance = _estimate_noise(parameters, counts)
     if refusal := _refuse_curve(parameters, counts, log_likelihood, dispersion, covariance):
         return _refuse_fit(num_seeds, refusal)
     start, midpoint, steepness = float(parameters[0]), math.exp(parameters[1]), math.exp(parameters[2])
@@ -217,6 +211,18 @@ def _refuse_validations(counts: _Counts) -> str:
 def _refuse_fit(num_seeds: int, refusal: str) -> CurveFit:
     size = 3 + num_seeds
     return CurveFit(NAN, NAN, NAN, np.full(num_seeds, NAN), np.full((size, size), NAN), NAN, NAN, refusal)
+
+
+def _estimate_noise(parameters: Floats, counts: _Counts) -> tuple[float, Floats]:
+    """Estimate the dispersion of the validations around the curves, and the covariance of the parameters."""
+    rates, jacobian = _differentiate(parameters, counts)
+    variances = rates * (1 - rates)
+    residuals = counts.successes - counts.num_trials * rates
+    chi_square = float(np.sum(residuals**2 / (np.maximum(counts.num_trials, 1) * variances)))
+    dispersion = max(1.0, chi_square / (np.count_nonzero(counts.num_trials) - len(parameters)))
+    information = np.einsum("isv,sv,jsv->ij", jacobian, counts.num_trials / variances, jacobian)
+    # A direction without information, such as the steepness of a step, gets no variance.
+    return dispersion, dispersion * np.linalg.pinv(information, hermitian=True)
 
 
 def _refuse_curve(

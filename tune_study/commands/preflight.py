@@ -92,15 +92,7 @@ def start_studies(
         for game in resources.load_game_requirements(plan):
             game.check(plan)
         check_level_seeds(plan)
-        for config in plan.ppo_configs:
-            shape, length = read_model_shape(config.model.path, os.environ), config.rollout.response_length
-            # Replies could fill the context and leave no token for a prompt.
-            if shape is not None and shape.max_position_embeddings and shape.max_position_embeddings <= length:
-                raise PlanError(
-                    f"rollout.response_length={length}: the context of {config.model.path} has "
-                    f"{shape.max_position_embeddings} tokens for prompts and replies",
-                    "set a shorter rollout.response_length",
-                )
+        _check_context(plan)
 
     def run_study(study: PreparedStudy, suite: SuiteContext | None = None) -> int:
         """Run a prepared study and return its exit code (see `execute_study`)."""
@@ -141,6 +133,18 @@ def start_studies(
         # Studies with a storage keep nothing large on this disk.
         disk.check_budgets([study.disk_budget for study in studies if study.plan.storage is None])
         return run_suite(launches, run_study, console)
+
+
+def _check_context(plan: StudyPlan) -> None:
+    """Raise PlanError if replies could fill the context of the model and leave no token for a prompt."""
+    for config in plan.ppo_configs:
+        shape, length = read_model_shape(config.model.path, os.environ), config.rollout.response_length
+        if shape is not None and shape.max_position_embeddings and shape.max_position_embeddings <= length:
+            raise PlanError(
+                f"rollout.response_length={length}: the context of {config.model.path} has "
+                f"{shape.max_position_embeddings} tokens for prompts and replies",
+                "set a shorter rollout.response_length",
+            )
 
 
 def choose_wandb(options: LaunchRequest, plan: StudyPlan) -> WandbTarget:
