@@ -217,8 +217,8 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "analysis.charts": ("altair", "vl_convert", "numpy", "pandas"),
     "analysis.gradients.files": ("altair", "pandas"),
     "analysis.notebook": ("altair", "pandas"),
-    "analysis.sources.event_files": ("tensorboardX", "google"),
-    "analysis.sources.wandb_files": ("wandb",),
+    "trainable.sources.event_files": ("tensorboardX", "google"),
+    "trainable.sources.wandb_files": ("wandb",),
     "analysis.report": ("altair", "jinja2", "markupsafe", "numpy", "pandas"),
     # tensorboardX is Ray Tune's.
     "tune_study": (

@@ -27,6 +27,7 @@ FAMILIES: Mapping[str, str] = {
     "vector_rewards": "sandboxes.vector_rewards.study:VECTOR_REWARDS",
     "pedagogy": "sandboxes.pedagogy.study:PEDAGOGY",
     "imported": "search_spaces.language_model.family:IMPORTED",
+    "command": "search_spaces.command_study:COMMAND",
 }
 """Maps the name of a family in study.json to its `Family`."""
 
@@ -133,6 +134,8 @@ class Family:
     if it is not a terminal."""
     description: Any = None
     """For toy studies, the `sandboxes.toys.study.Description` that their report reads."""
+    has_symptoms: bool = False
+    """Whether rows are steps of fine-tuning, of which the reading commands know symptoms, alarms and collapses."""
     own_prefixes: tuple[str, ...] = ()
     """Prefixes of columns that are not in `step_columns`: the measures of plug-in games, or of other trainers."""
     max_own_columns: int = 32
@@ -148,6 +151,8 @@ class Family:
     estimate_step_seconds: Callable[[Any], float | None] | None = None
     """Called with a configuration. Returns the measured seconds of a training step of one run on one core, including
     evaluations, or None for a task that was not measured. None if the model determines it."""
+    explain_obstacle: Callable[[Any], str] = lambda config: ""
+    """Called with a configuration. Returns in a sentence why a run cannot start on this machine; empty if it can."""
     has_batched_seeds: bool = False
     """Whether one trial trains all seeds of an arm together, each as a separate run."""
 
@@ -166,8 +171,7 @@ class Family:
 
     @property
     def is_fine_tuning(self) -> bool:
-        """Whether the runs fine-tune the language model of `get_model_path`, on GPUs if there are any. Their rows are
-        training steps with symptoms, stop rules and gradient analyses."""
+        """Whether this project's trainer fine-tunes the language model of `get_model_path`, on GPUs if there are any."""
         return issubclass(self.config_class, RunConfig)
 
     def make_game_settings(self, game: str, preset: str) -> dict[str, object]:

@@ -126,8 +126,19 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         for name, text in options.get("code", {}).items():
             register_file(PartFile(name, text))
         settings = {key: value for key, value in config.items() if key not in (RUN_KEY, SEED_KEY, TRIAL_INDEX)}
-        fields = {resolve_key(key, cls.config_class): value for key, value in flatten_settings(settings).items()}
-        return apply_overrides(cls.config_class.model_validate({}), fields)
+        config_class = cls.get_config_class(settings)
+        fields = {resolve_key(key, config_class): value for key, value in flatten_settings(settings).items()}
+        return apply_overrides(config_class.model_validate({}), fields)
+
+    @classmethod
+    def get_config_class(cls, settings: Mapping[str, Any]) -> type[BaseRunConfig]:
+        """Return the class of the configuration with these settings."""
+        return cls.config_class
+
+    def load_family(self) -> "TrainerFamily":
+        """Import the parts of the runs, in the process of the runs, since they need torch."""
+        family: TrainerFamily = resolve_name(self.family)
+        return family
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
@@ -137,7 +148,7 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         the first rank are in the first bundle.
         """
         trainer = cls.make_config(config).trainer
-        bundles = [dict(bundle) for bundle in make_bundles(trainer.n_gpus_per_node, trainer.cpu_threads)]
+        bundles = [dict(bundle) for bundle in make_bundles(trainer)]
         selectors: dict[str, Any] = {}
         if avoided := config.get(RUN_KEY, {}).get("avoided_nodes"):
             selectors["bundle_label_selector"] = [{"ray.io/node-id": f"!in({','.join(avoided)})"}] * len(bundles)
@@ -233,7 +244,7 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         with _pause_garbage_collection():
             from trainable.runs.training import TrainingLoop
 
-            family: TrainerFamily = resolve_name(self.family)
+            family = self.load_family()
         self.training, patience = None, settings.trainer.disk_patience
         # Repeats an operation on the storage while the storage does not answer.
         retry = partial(call_with_retry, patience=patience, notify=self._notes.append, place="the storage")
@@ -462,8 +473,10 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
                     f"it, or ended with trainer.keep_last=false."
                 )
             states = [TrainerState(*read_checkpoint(paths[max(common_steps)])) for paths in states_by_step]
-        configs = [cls.config_class.model_validate(state.values["settings"]) for state in states]
-        changes = {resolve_key(key, cls.config_class): value for key, value in settings.items()}
+        configs = [
+            cls.get_config_class(state.values["settings"]).model_validate(state.values["settings"]) for state in states
+        ]
+        changes = {resolve_key(key, type(configs[0])): value for key, value in settings.items()}
         _check_outside_values(configs[0], changes)
         trainer = family.make_trainer(apply_overrides(configs[0], changes), [config.seed for config in configs])
         trainer.load_states(states)

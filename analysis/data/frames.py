@@ -82,9 +82,9 @@ class StudyFrames:
         return list({family.name: family for family in map(get_family, self.studies)}.values())
 
     @property
-    def is_fine_tuning(self) -> bool:
-        """Whether all studies fine-tune language models."""
-        return all(family.is_fine_tuning for family in self.families)
+    def has_symptoms(self) -> bool:
+        """Whether all studies fine-tune language models, with this project's trainer or with another one."""
+        return all(family.has_symptoms for family in self.families)
 
     @cached_property
     def runs(self) -> pd.DataFrame:

@@ -55,7 +55,7 @@ class StudyPlots:
 
     def _make_results(self) -> SweepResults:
         frames = require_single_study(self._frames)
-        if not frames.is_fine_tuning:
+        if not frames.has_symptoms:
             raise ValueError("Only studies of language models have charts: draw_figures(frames) draws other studies.")
         if frames.trials.empty:
             raise ValueError("This study has no run yet, so there is nothing to draw.")

@@ -135,7 +135,7 @@ def summarize_study(frames: StudyFrames) -> dict[str, Any]:
     """
     (study,), (family,) = require_single_study(frames).studies, frames.families
     # Runs without a training step, and those of other families, do not collapse.
-    ends = find_run_ends(frames) if family.is_fine_tuning else pd.DataFrame(columns=["run_id", "is_collapse"])
+    ends = find_run_ends(frames) if family.has_symptoms else pd.DataFrame(columns=["run_id", "is_collapse"])
     collapses = dict(zip(ends["run_id"], map(bool, ends["is_collapse"]), strict=True))
     report = find_report(frames)
     results = report.make_results(frames, has_labels=False)

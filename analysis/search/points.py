@@ -99,7 +99,7 @@ def _find_broken_runs(frames: StudyFrames) -> set[str]:
     """Find the ids of the runs that collapsed, that a rule stopped as failures, or that failed."""
     (family,) = frames.families
     runs = frames.runs
-    if not family.is_fine_tuning:
+    if not family.has_symptoms:
         return set(runs.loc[runs["status"].isin(("early_stopped", "failed")), "run_id"])
     ends = find_run_ends(frames)
     is_broken = find_failed_stops(runs) | (runs["status"] == "failed")

@@ -1,1 +1,1 @@
-"""Logs of other trainers: a module per format, and the table that translates names."""
+"""Runs of other trainers: which run is which arm and seed."""

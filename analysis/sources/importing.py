@@ -1,21 +1,14 @@
 """Turn logs of other trainers into a study folder: which run is which arm and seed, and the files of each."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from analysis.sources.event_files import read_event_files
-from analysis.sources.logs import ROLES_BY_NAME, SEED_KEY, LogError, Roles, RunLog, merge_rows
-from analysis.sources.names import Name, translate_rows
-from analysis.sources.tables import read_csv, read_json_lines, read_trainer_state
-from analysis.sources.verl_console import read_verl_console
-from analysis.sources.wandb_files import read_wandb_files
 from trainable.files.json_lines import write_lines
 from trainable.files.json_values import write_object
-from trainable.files.paths import read_bytes
 from trainable.runs.history import describe_end
 from trainable.runs.run_files import METRICS_FILE
 from trainable.runs.study_record import (
@@ -29,13 +22,9 @@ from trainable.runs.study_record import (
     StatusRecord,
     StudyRecord,
 )
+from trainable.sources.logs import SEED_KEY, LogError, RunLog
+from trainable.sources.names import Name, translate_rows
 
-SEVERAL_FILES_READERS: Sequence[Callable[[Sequence[tuple[Path, bytes]]], RunLog | None]] = (
-    read_wandb_files,
-    read_event_files,
-)
-"""Readers of the formats of which a run has several files, in which the order of time counts. They are tried first."""
-MAX_LOG_BYTES = 2**30
 _MAX_LISTED = 12
 """Maximum number of settings or values that a message lists."""
 
@@ -61,44 +50,6 @@ class RunNames(NamedTuple):
     pairs: list[tuple[str, int]]
     """Arm and seed of each log, no two alike."""
     notes: list[str]
-
-
-def read_logs(paths: Sequence[Path], roles: Roles = ROLES_BY_NAME) -> list[RunLog]:
-    """Read the files of a run, or a table of several, whatever their format.
-
-    Raises LogError if the files are no log of an RL run.
-    """
-    files: list[tuple[Path, bytes]] = []
-    for path in paths:
-        try:
-            files.append((path, read_bytes(path.resolve(), MAX_LOG_BYTES)))
-        except (OSError, ValueError) as error:
-            raise LogError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
-    for read_all in SEVERAL_FILES_READERS:
-        if log := read_all(files):
-            return [log]
-    logs = [log for path, content in files for log in _read_file(path, content, roles)]
-    if len(files) == 1:
-        return logs
-    rows, notes = merge_rows(row for log in logs for row in log.rows)
-    settings = {key: value for log in logs for key, value in log.settings.items()}
-    return [RunLog(paths[0], logs[0].format, rows, settings, notes)]
-
-
-def _read_file(path: Path, content: bytes, roles: Roles) -> list[RunLog]:
-    if log := read_trainer_state(path, content):
-        return [log]
-    if logs := read_json_lines(path, content, roles):
-        return logs
-    if log := read_verl_console(path, content):
-        return [log]
-    if logs := read_csv(path, content, roles):
-        return logs
-    raise LogError(
-        f"{path} has no training step in any format that is known here: the console of verl, JSON lines or a table "
-        "with a `step`, the trainer_state.json of TRL, an event file of TensorBoard, or a .wandb file. Give the file "
-        "with the numbers of each step."
-    )
 
 
 def name_runs(logs: Sequence[RunLog], arm_keys: Sequence[str] = (), seed_key: str | None = None) -> RunNames:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from analysis.sources.importing import RunNames
-from analysis.sources.logs import LogError
 from trainable.files.paths import read_bytes
+from trainable.sources.logs import LogError
 
 _KINDS = (
     r"trainer_state\.json",

@@ -118,6 +118,7 @@ PPO = Family(
     summarize="analysis.data.summaries:summarize_ppo_run",
     report="analysis.report.sweep:SWEEP_REPORT",
     get_environment=lambda settings: str(settings.get("env", {}).get("name", DEFAULT_ENVIRONMENT)),
+    has_symptoms=True,
     own_prefixes=("train_", "val_", "base_val_"),
     remarks="tune_study.plan.remarks:PPO_REMARKS",
     make_template_values=make_template_values,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from wandb.proto import wandb_internal_pb2
 
-from analysis.sources.wandb_files import iter_records
+from trainable.sources.wandb_files import iter_records
 
 _MAX_WAIT_S = 30.0
 

@@ -105,6 +105,11 @@ class BaseTrainerConfig(SettingsSection):
         """Threads with which a run without a GPU computes. It reserves as many CPUs."""
         return 1
 
+    @property
+    def has_ranks(self) -> bool:
+        """Whether a run with several GPUs has a process per GPU, which the Trainable starts."""
+        return True
+
 
 class BaseRunConfig(SettingsSection):
     """All settings of a run.
@@ -113,7 +118,8 @@ class BaseRunConfig(SettingsSection):
     that lists the settings. unhashed_settings: for each section, the settings that the hash leaves out (logging,
     checkpoints and placement). conditions: which settings are read only if others have certain values.
     first_row_step: the step of a run's first row: 1 if rows describe trained steps, 0 if the untrained weights are
-    measured, too. schedulable_settings: the dotted numbers that may have a schedule.
+    measured, too. schedulable_settings: the dotted numbers that may have a schedule. declared_sections: sections whose
+    settings a study declares.
 
     A setting with a schedule or controller holds its value in step 1, and `at_step` has the values of any step. Dumps
     contain the text of the schedule or controller, so that they can be validated again.
@@ -128,6 +134,7 @@ class BaseRunConfig(SettingsSection):
     first_row_step: ClassVar[int] = 1
 
     schedulable_settings: ClassVar[tuple[str, ...]] = ()
+    declared_sections: ClassVar[frozenset[str]] = frozenset()
 
     _schedules: dict[str, Schedule | Controller] = PrivateAttr(default_factory=dict)
 

@@ -27,7 +27,7 @@ def is_common(field: FieldInfo) -> bool:
     return _COMMON_MARKER in field.metadata
 
 
-OutsideKind = Literal["host", "variable", "file", "model"]
+OutsideKind = Literal["host", "variable", "file", "model", "program"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Outside:
     """Marks a setting that names something outside of a study's folder, with its kind.
 
     host: an address that is contacted. variable: an environment variable. file: a local file or folder. model: a local
-    folder, or a name that is looked up in the local cache of the hub. If a study's folder comes from somebody else, its
+    folder, or a name that is looked up in the local cache of the hub. program: what is executed, and where it writes. If a study's folder comes from somebody else, its
     values of such settings are ignored: see `tune_study.folder.origin`.
     """
 

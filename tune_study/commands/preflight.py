@@ -329,6 +329,8 @@ def _check_machine(launch: Launch) -> PreparedStudy:
     # Seeds share their files: one configuration per arm is enough.
     family = plan.study.family
     for arm_config in {spec.arm: spec.config for spec in plan.runs}.values():
+        if obstacle := family.explain_obstacle(arm_config):
+            raise PlanError(obstacle)
         arm_settings = flatten_settings(arm_config.model_dump())
         for setting in list_outside_settings(family.config_class, "file"):
             if arm_settings[setting] is not None:
@@ -358,7 +360,7 @@ def _check_cluster(launch: Launch, nodes: tuple[Node, ...]) -> PreparedStudy:
     from tune_study.commands import node_checks
 
     plan, trainer = launch.plan, launch.plan.base_config.trainer
-    bundles = make_bundles(trainer.n_gpus_per_node, trainer.cpu_threads)
+    bundles = make_bundles(trainer)
     reports = node_checks.inspect_nodes(plan, cluster.find_usable_nodes(nodes, bundles))
     problems = {node: report.problem for node, report in reports.items() if report.problem}
     if problems and len(problems) == len(reports) and not launch.options.wait_for_nodes:

@@ -476,8 +476,12 @@ def _check_names(plan: StudyPlan) -> None:
 
 
 def find_changed_settings(config: BaseRunConfig) -> dict[str, Any]:
-    """Find the settings, without the seed, that differ from the defaults, as JSON values by dotted name."""
-    return flatten_settings(config.model_dump(mode="json", exclude_defaults=True, exclude={"seed"}))
+    """Find the settings, without the seed, that differ from the defaults, as JSON values by dotted name.
+
+    Those that the study declares itself are among them, since another process does not know their defaults.
+    """
+    changed = config.model_dump(mode="json", exclude_defaults=True, exclude={"seed"})
+    return flatten_settings({**changed, **config.model_dump(mode="json", include=config.declared_sections)})
 
 
 def fill_template(template: str, **values: object) -> str:

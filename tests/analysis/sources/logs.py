@@ -6,8 +6,8 @@ from pathlib import Path
 from pprint import pformat
 from typing import Any
 
-from analysis.sources.importing import read_logs
-from analysis.sources.logs import RunLog
+from trainable.sources.logs import RunLog
+from trainable.sources.reading import read_logs
 
 WORKER = "\x1b[36m(TaskRunner pid=26424)\x1b[0m "
 

@@ -10,10 +10,8 @@ import pandas as pd
 import pytest
 
 from analysis.data.load import load
-from analysis.sources.importing import import_logs, name_runs, read_logs
+from analysis.sources.importing import import_logs, name_runs
 from analysis.sources.log_files import list_runs
-from analysis.sources.logs import LogError, LogRow, Roles, RunLog
-from analysis.sources.names import find_trainer, parse_name, read_names, translate_rows
 from tests.analysis.sources.logs import (
     format_verl_step,
     make_settings,
@@ -24,6 +22,9 @@ from tests.analysis.sources.logs import (
 )
 from tests.analysis.sources.trackers import write_events, write_wandb
 from trainable.runs.records import IMPORTED_COLUMNS, STEP_COLUMNS
+from trainable.sources.logs import LogError, LogRow, Roles, RunLog
+from trainable.sources.names import find_trainer, parse_name, read_names, translate_rows
+from trainable.sources.reading import read_logs
 
 COEFFICIENT = "actor_rollout_ref.actor.kl_loss_coef"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from analysis.sources.log_files import list_runs, read_runs_file
-from analysis.sources.logs import LogError
 from tests.analysis.sources.logs import read_log, write_json_lines
+from trainable.sources.logs import LogError
 
 
 def touch(*paths: Path) -> None:

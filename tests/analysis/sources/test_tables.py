@@ -8,11 +8,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from analysis.sources.importing import name_runs, read_logs
-from analysis.sources.logs import LogError, Roles, RunLog
-from analysis.sources.names import find_trainer, parse_name, translate_rows
+from analysis.sources.importing import name_runs
 from tests.analysis.sources.logs import read_log, write_json_lines
 from tests.analysis.sources.trackers import write_wandb
+from trainable.sources.logs import LogError, Roles, RunLog
+from trainable.sources.names import find_trainer, parse_name, translate_rows
+from trainable.sources.reading import read_logs
 
 HISTORY: list[dict[str, Any]] = [
     {"step": 1, "reward": 0.25, "entropy": 1.5, "loss": float("nan")},

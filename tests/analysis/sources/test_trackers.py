@@ -9,10 +9,10 @@ from tensorboardX import SummaryWriter
 from tensorboardX.proto.event_pb2 import Event
 
 from analysis.sources.log_files import list_runs
-from analysis.sources.logs import LogError, RunLog
-from analysis.sources.names import translate_rows
 from tests.analysis.sources.logs import read_log
 from tests.analysis.sources.trackers import BLOCK_BYTES, EventWriter, frame_event, write_events, write_wandb
+from trainable.sources.logs import LogError, RunLog
+from trainable.sources.names import translate_rows
 
 
 def list_values(log: RunLog, name: str) -> list[tuple[int, float]]:

@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from analysis.sources.logs import RunLog
-from analysis.sources.names import translate_rows
 from tests.analysis.sources.logs import (
     WORKER,
     format_verl_step,
@@ -14,6 +12,8 @@ from tests.analysis.sources.logs import (
     write_verl_console,
     write_verl_run,
 )
+from trainable.sources.logs import RunLog
+from trainable.sources.names import translate_rows
 
 SUCCESS = "val-core/gsm8k/reward/mean@1"
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from analysis.sources.log_files import list_runs
-from analysis.sources.names import translate_rows
 from tests.analysis.sources.logs import read_log
 from trainable.models.load import find_model
+from trainable.sources.names import translate_rows
 
 pytestmark = pytest.mark.processes
 

@@ -42,7 +42,7 @@ def read_studies(folders: Sequence[Path]) -> list[StudyFrames]:
     with as_plan_error(ValueError):
         paths = [path for folder in folders for path in find_study_folders(folder)]
         studies = [load(path) for path in dict.fromkeys(paths)]
-    studies = [frames for frames in studies if frames.is_fine_tuning]
+    studies = [frames for frames in studies if frames.has_symptoms]
     if not studies:
         names = ", ".join(format_value(folder, 1000) for folder in folders)
         raise PlanError(
@@ -123,7 +123,7 @@ def replay_folder(folder: Path, assignments: Sequence[str]) -> tuple[pd.DataFram
     and ConfigError for an unknown key or an invalid value.
     """
     study = read_study(folder)
-    if not get_family(study).is_fine_tuning:
+    if not get_family(study).has_symptoms:
         raise PlanError(
             f"The stop rules of study {format_value(study.name)} count batches, not rows, so they cannot be "
             f"replayed: type the folder of a study that fine-tunes a language model."

@@ -32,7 +32,7 @@ def read_frames(folder: Path, is_running: bool) -> StudyFrames:
     """Read the study in results/<run>. Raises PlanError if it trains no language model, or if a file is damaged."""
     with as_plan_error(ValueError):
         frames = load(folder, live=is_running)
-    if not frames.is_fine_tuning:
+    if not frames.has_symptoms:
         raise PlanError(
             f"{format_value(folder, 1000)} fine-tuned no language model: the symptoms of `explain` are those of "
             "language models. report.html has the curves of its runs."

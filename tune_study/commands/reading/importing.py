@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis.sources.importing import import_logs, name_runs, read_logs
+from analysis.sources.importing import import_logs, name_runs
 from analysis.sources.log_files import list_runs, read_runs_file
-from analysis.sources.logs import LogError, Roles
-from analysis.sources.names import Name, parse_name
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
+from trainable.sources.logs import LogError, Roles
+from trainable.sources.names import Name, parse_name
+from trainable.sources.reading import read_logs
 from tune_study.plan.errors import PlanError, as_plan_error
 
 

@@ -11,15 +11,16 @@ from rich.console import Console
 from analysis.data.compare import SIGNIFICANCE_LEVEL, collect_outcomes, list_arms, require_single_study, select_runs
 from analysis.data.frames import StudyFrames
 from analysis.data.load import load
-from analysis.sources.importing import RunNames, import_logs, name_runs, read_logs
+from analysis.sources.importing import RunNames, import_logs, name_runs
 from analysis.sources.log_files import list_runs
-from analysis.sources.logs import Roles
-from analysis.sources.names import Name
 from analysis.stats.estimates import MIN_SEEDS, estimate_deviation
 from analysis.sweep.planned_power import POWER, find_noise_floors
 from analysis.sweep.verdicts import format_number
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import STUDY_FILE
+from trainable.sources.logs import Roles
+from trainable.sources.names import Name
+from trainable.sources.reading import read_logs
 from tune_study.folder import locate
 from tune_study.host.console import print_line, print_table
 from tune_study.plan.errors import PlanError, as_plan_error

@@ -26,7 +26,7 @@ def read_analyses(folder: Path) -> StudyFrames:
     with as_plan_error(ValueError):
         frames = load(folder)
     # Toy studies measure gradients during training, as columns of their rows, so there are no analyses to plot.
-    if not frames.is_fine_tuning:
+    if not frames.has_symptoms:
         raise PlanError(
             f"{format_value(folder, 1000)} fine-tuned no language model: the gradients of its runs were measured "
             "during training, and are in its report.html and steps.parquet."

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from analysis.sources.logs import LogRow, RunLog, flatten, merge_rows, to_number
+from trainable.sources.logs import LogRow, RunLog, flatten, merge_rows, to_number
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _PREFIX = re.compile(r"(\((?:[\w.:-]+ ){0,2}pid=\d+(?:, ip=[\d.]+)?\)) ?")

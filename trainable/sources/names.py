@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from analysis.sources.logs import LogError, LogRow, RunLog
 from trainable.files.paths import read_bytes
+from trainable.sources.logs import LogError, LogRow, RunLog
 
 KEEPS_ZERO = ("train_reward", "val_success", "train_truncated", "zero_std_fraction", "pg_clipfrac", "pg_clipfrac_lower")
 """Shares and rewards, of which a value printed as 0.000 is 0 up to rounding. In other columns it is missing: a learning

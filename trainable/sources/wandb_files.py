@@ -8,7 +8,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from analysis.sources.logs import LogError, RunLog, flatten, make_log
+from trainable.sources.logs import LogError, RunLog, flatten, make_log
 
 _MAGIC = b":W&B"
 _HEADER_BYTES = 7

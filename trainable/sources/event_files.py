@@ -8,8 +8,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from analysis.sources.logs import STEP_KEYS, RunLog, flatten, make_log
 from trainable.files.paths import read_bytes
+from trainable.sources.logs import STEP_KEYS, RunLog, flatten, make_log
 
 _LENGTH = struct.Struct("<QI")
 _CHECKSUM_BYTES = 4

@@ -5,8 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from analysis.sources.event_files import read_event_settings
-from analysis.sources.logs import (
+from trainable.files.paths import read_bytes
+from trainable.sources.event_files import read_event_settings
+from trainable.sources.logs import (
     STEP_KEYS,
     LogError,
     Roles,
@@ -17,7 +18,6 @@ from analysis.sources.logs import (
     make_logs,
     to_number,
 )
-from trainable.files.paths import read_bytes
 
 _SUFFIXES = (".csv", ".tsv")
 _SEPARATORS = ",\t;"

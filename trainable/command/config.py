@@ -1,0 +1,237 @@
+"""The configuration of a run whose trainer is a command of yours, and the words of that command."""
+
+import re
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, create_model
+
+from trainable.config.base_config import EXECUTION_SETTINGS, BaseRunConfig, BaseTrainerConfig, SettingsSection
+from trainable.config.sections import EarlyStopConfig
+from trainable.config.setting_types import (
+    Common,
+    NonNegative,
+    Outside,
+    ParseNull,
+    Patience,
+    flatten_settings,
+    is_pattern,
+    require,
+)
+
+Value = bool | int | float | str | None
+"""The value of a setting of yours."""
+SETTINGS_SECTION = "args"
+"""The section of a configuration with the settings of yours."""
+CONSOLE = "{console}"
+"""The value of `command.logs` for commands that print their measurements."""
+
+_FIELD = re.compile(r"\{([\w.+~/@-]+)\}")
+_FLAGS, _OVERRIDES = "{flags}", "{overrides}"
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.IGNORECASE)
+_RUN_FIELDS = ("seed", "steps", "output", "console", "gpus", "cpus", "settings_file")
+_CHECKPOINT_FIELDS = ("checkpoint", "step")
+
+
+class CommandSection(SettingsSection):
+    """The command of a run, where it writes, and how it continues. The texts are templates, see `fill_words`."""
+
+    run: Annotated[str, Outside("program")] = ""
+    """the command and its arguments, without a shell: `python train.py --beta {beta} --output_dir {output}`"""
+    resume: Annotated[str, Outside("program")] = ""
+    """further arguments to continue from a checkpoint, such as `--resume_from_checkpoint {checkpoint}`"""
+    checkpoints: Annotated[str, Outside("program")] = ""
+    """the checkpoints that the command writes, such as `{output}/checkpoint-{step}`. Without {step}: a file or folder
+    from which the command continues by itself. Empty: it starts from the beginning"""
+    logs: Annotated[str, Outside("program")] = CONSOLE
+    """the files with the measurements, with wildcards, or {console} for what the command prints"""
+    columns: tuple[str, ...] = ()
+    """measurements by our names, such as [val_success=eval/accuracy], besides those that are known"""
+    environment: Annotated[tuple[str, ...], Outside("program")] = ()
+    """variables of the command besides those of the study, such as [WANDB_MODE=offline]"""
+    folder: Annotated[str, Outside("program")] = "."
+    """the folder in which the command runs"""
+    retry: Annotated[str, require(is_pattern, "must be a regular expression")] = ""
+    """pattern of the last lines of the console after which a failed run is repeated, such as `NCCL|died`; runs whose
+    process a signal has ended always are"""
+    stop_seconds: Patience = 30.0
+    """seconds from SIGTERM to SIGKILL when a rule or the study stops the command"""
+
+    def list_rejections(self) -> dict[str, bool]:
+        """See `SettingsSection`."""
+        names = [assignment.partition("=")[0] for assignment in self.environment]
+        return {
+            f"environment: {assignment} has no name and value: type NAME=VALUE": "=" not in assignment[1:]
+            for assignment in self.environment
+        } | {
+            f"environment: the value of {name} would be written to the study's folder, and it looks like a secret: "
+            f"leave it out and type `export {name}=...` before the study starts, which the command inherits": bool(
+                _SECRET.search(name)
+            )
+            for name in names
+        }
+
+
+class CommandRunnerConfig(BaseTrainerConfig):
+    """Length, machine and records of a run."""
+
+    total_training_steps: Common[int] = Field(100, ge=1)
+    """training steps, as the log counts them; a command that goes on is stopped there"""
+    n_gpus_per_node: Common[NonNegative] = Field(0, le=64, description="GPUs per run, which the command alone sees")
+    num_cpus: Common[int] = Field(1, ge=1, le=1024, description="CPUs per run")
+    test_freq: Literal[1] = Field(1, description="every row of the log may have a validation")
+    save_freq: Literal[-1] = Field(-1, description="the command writes its own checkpoints")
+    resume_every: Literal[1] = Field(1, description="each row records the newest checkpoint of the command")
+    resume_seconds: Annotated[NonNegative | None, ParseNull] = Field(None, description="no effect: see resume_every")
+    disk_patience: Patience = Field(600.0, description="seconds to wait for space on a full disk")
+    device: Literal["auto"] = Field("auto", description="the command chooses")
+    ray_num_cpus: int = Field(64, ge=1, description="CPUs that Ray may use")
+    logger: tuple[Literal["console", "wandb", "tensorboard"], ...] = ("console", "tensorboard")
+    """add wandb to log to it offline; console and tensorboard are always on"""
+
+    @property
+    def cpu_threads(self) -> int:
+        """CPUs that a run reserves."""
+        return self.num_cpus
+
+    @property
+    def has_ranks(self) -> bool:
+        """See `BaseTrainerConfig`: the command starts the processes of its GPUs itself."""
+        return False
+
+
+class CommandConfig(BaseRunConfig):
+    """The settings of a run whose trainer is a command. `make_config_class` adds a section with yours."""
+
+    model_config = ConfigDict(protected_namespaces=())
+    declared_sections: ClassVar[frozenset[str]] = frozenset({SETTINGS_SECTION})
+    unhashed_settings: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        {
+            "trainer": (*EXECUTION_SETTINGS, "n_gpus_per_node", "num_cpus", "test_freq"),
+            "command": ("folder", "retry", "stop_seconds"),
+        }
+    )
+
+    seed: int = Field(0, ge=0, le=400, description="the seed of the run, {seed} in the command")
+    command: CommandSection = CommandSection()
+    trainer: CommandRunnerConfig = CommandRunnerConfig()
+    early_stop: EarlyStopConfig = EarlyStopConfig()
+
+    def list_rejections(self) -> dict[str, bool]:
+        """See `SettingsSection`."""
+        known = {*_RUN_FIELDS, *self.settings}
+        fields = {
+            "run": known,
+            "resume": {*known, *_CHECKPOINT_FIELDS},
+            "logs": known,
+            "checkpoints": {"output", "step"},
+            "environment": known,
+        }
+        return {
+            f"command.{name} has the field {{{field}}}: choose from {', '.join(sorted(allowed))}": True
+            for name, allowed in fields.items()
+            for field in _FIELD.findall(
+                str(getattr(self.command, name)).replace(_FLAGS, "").replace(_OVERRIDES, "")
+            )
+            if field not in allowed
+        }
+
+    @property
+    def settings(self) -> dict[str, Value]:
+        """Your settings by their names."""
+        section = getattr(self, SETTINGS_SECTION, None)
+        return {} if section is None else flatten_settings(section.model_dump(mode="json"))
+
+    def fill_words(self, template: str, fields: Mapping[str, object]) -> list[str]:
+        """Split a template into words, as a shell does, and fill in the fields of each.
+
+        {NAME} is the value of your setting NAME. {flags} stands for those that the template does not name, each as
+        `--NAME VALUE`, and {overrides} for the same as `NAME=VALUE`. {seed}, {steps}, {gpus} and {cpus} are numbers of
+        the run. fields: further ones: {output}, a folder of the run, {console}, the file with what the command prints,
+        {settings_file}, a JSON file with your settings, and to continue, {checkpoint} and {step}.
+        """
+        settings = self.settings
+        trainer = self.trainer
+        numbers = {"seed": self.seed, "steps": trainer.total_training_steps, "cpus": trainer.num_cpus}
+        values = {**settings, **numbers, "gpus": f"{trainer.n_gpus_per_node:g}", **fields}
+        named = _FIELD.findall(template)
+        others = {name: value for name, value in settings.items() if name not in named and value is not None}
+        words: list[str] = []
+        for word in shlex.split(template):
+            if word == _FLAGS:
+                words += [text for name, value in others.items() for text in (f"--{name}", format_argument(value))]
+            elif word == _OVERRIDES:
+                words += [f"{name}={format_argument(value)}" for name, value in others.items()]
+            else:
+                words.append(_FIELD.sub(lambda match: format_argument(values[match[1]]), word))
+        return words
+
+    def explain_obstacle(self) -> str:
+        """Explain in a sentence why the command cannot start on this machine; empty if it can."""
+        program = next(iter(shlex.split(self.command.run)), "")
+        folder = Path(self.command.folder)
+        if not folder.is_dir():
+            return f"command.folder={folder} is no folder of this machine: correct it in the file of the study."
+        if shutil.which(program) or shutil.which(str(folder / program)):
+            return ""
+        return (
+            f"command.run begins with {program or 'no word'}, which is no program of this machine: type its path, or "
+            "install it."
+        )
+
+
+def format_argument(value: object) -> str:
+    """Format a value as a word of a command line: `1e-06`, `True`, `null`."""
+    return "null" if value is None else str(value)
+
+
+def make_config_class(settings: Mapping[str, Value], varied: Mapping[str, Sequence[str]]) -> type[CommandConfig]:
+    """Make the class of the configurations of a command with these settings, by dotted name, and their defaults.
+
+    varied: the values of settings that a study varies, as they are typed. A whole number of which one value is none is
+    a float. Raises ValueError for the name of a field that every run has.
+
+    Example:
+        >>> config = make_config_class({"lr": 1e-5, "model.beta": 0}, {"model.beta": ("0", "0.1")})()
+        >>> config.settings
+        {'lr': 1e-05, 'model.beta': 0.0}
+    """
+    if taken := sorted({*settings} & {*_RUN_FIELDS, *_CHECKPOINT_FIELDS, "flags", "overrides"}):
+        raise ValueError(f"settings has {taken[0]}, which is a field of every run: give the setting another name.")
+    tree: dict[str, Any] = {}
+    for name, value in settings.items():
+        *parents, leaf = name.split(".")
+        section = tree
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[leaf] = (_find_type(value, varied.get(name, ())), value)
+    section_class = _make_section(SETTINGS_SECTION, tree)
+    fields: dict[str, Any] = {SETTINGS_SECTION: (section_class, section_class())}
+    config_class = create_model("CommandConfig", __base__=CommandConfig, __doc__=CommandConfig.__doc__, **fields)
+    config_class.aliases = MappingProxyType({name: f"{SETTINGS_SECTION}.{name}" for name in settings})
+    return config_class
+
+
+def _make_section(name: str, tree: Mapping[str, Any]) -> type[SettingsSection]:
+    fields: dict[str, Any] = {}
+    for key, entry in tree.items():
+        if isinstance(entry, Mapping):
+            section = _make_section(key, entry)
+            entry = (section, section())
+        fields[key] = entry
+    return create_model(name, __base__=_OwnSection, __doc__="Settings of the command.", **fields)
+
+
+class _OwnSection(SettingsSection):
+    model_config = ConfigDict(protected_namespaces=())
+
+
+def _find_type(value: Value, typed: Sequence[str]) -> Any:
+    if value is None:
+        return Annotated[str | None, ParseNull]
+    is_number = type(value) is int and not all(re.fullmatch(r"[+-]?\d+", text.strip()) for text in typed)
+    return float if is_number else type(value)

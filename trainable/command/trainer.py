@@ -1,0 +1,173 @@
+"""Train a run with a command: start it, and report the rows of its logs as the steps of the run."""
+
+import glob
+import re
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from trainable.command.config import CONSOLE, CommandConfig
+from trainable.command.process import CommandError, CommandProcess
+from trainable.command.tail import LogTail
+from trainable.config.run_config import apply_overrides
+from trainable.files.json_values import write_object
+from trainable.files.step_phase import STEP_PHASE
+from trainable.runs.run import LinesByFile, TrainerState
+from trainable.runs.run_files import Row
+from trainable.runs.stop_rules import ALARM, StopDecision, evaluate_stop_rules
+from trainable.runs.training import StepResult, TrainerFamily
+from trainable.sources.names import parse_name
+
+_POLL_SECONDS = 0.2
+_REPORT_SECONDS = 5.0
+"""Seconds without a row after which a step returns, so that the loop sees whether the study is being interrupted."""
+_STEP_FIELD = "{step}"
+
+
+class CommandTrainer:
+    """A run of one seed, trained by a command. folder: where the command and its console write.
+
+    The command begins with the first step. Each row of its logs is a step, reported when a later row shows that it is
+    complete, or when the command has ended.
+    """
+
+    def __init__(self, config: CommandConfig, seeds: Sequence[int], folder: Path) -> None:
+        (self._seed,) = seeds
+        self.seeds = list(seeds)
+        self.step_index = 0
+        self._config: CommandConfig = apply_overrides(config, {"seed": self._seed})
+        self._folder, self._output = folder, folder / "output"
+        self._checkpoint = ""
+        self._process: CommandProcess | None = None
+        self._rows: list[dict[str, Any]] = []
+
+    def step(self, before_update: Callable[[], None] = lambda: None) -> StepResult:
+        """Wait for the next row of the logs, for a few seconds. The result has none if there was none.
+
+        Raises RuntimeError or CommandError if the command has failed, or ended before the last step.
+        """
+        if self._process is None:
+            self._start()
+        STEP_PHASE.enter("the command runs")
+        deadline = time.monotonic() + _REPORT_SECONDS
+        while (row := self._take_row()) is None:
+            if time.monotonic() > deadline:
+                return StepResult()
+            time.sleep(_POLL_SECONDS)
+        self.step_index = row["step"]
+        return StepResult({self._seed: row})
+
+    def _take_row(self) -> Row | None:
+        """Take the next complete row, or the row that ends the run; None if there is none yet."""
+        assert self._process is not None
+        total = self._config.trainer.total_training_steps
+        exit_code = self._process.exit_code  # before reading, so that all rows of an ended command are read
+        rows = self._tail.read(at_once=exit_code is not None)
+        self._rows = self._rows if rows is None else rows
+        new_rows = [row for row in self._rows if row["step"] > self.step_index]
+        if new_rows and new_rows[0]["step"] <= total and (len(new_rows) > 1 or exit_code is not None):
+            return new_rows[0]
+        # The log has no row of the last step itself: the row that ends the run has no measurements.
+        if new_rows and new_rows[0]["step"] > total:
+            return {"step": total}
+        if exit_code is None:
+            return None
+        if exit_code != 0:
+            raise self._process.explain_end(self._config.command.retry)
+        interval = max((later["step"] - row["step"] for row, later in pairwise(self._rows)), default=0)
+        if total - self.step_index < max(interval, 1):
+            return {"step": total}
+        reason = self._tail.problem if not self._rows else f"set trainer.total_training_steps={self.step_index} if"
+        reason += "" if not self._rows else " this is its length"
+        raise CommandError(f"the command ended with exit code 0 after step {self.step_index} of {total}: {reason}")
+
+    def _start(self) -> None:
+        command, config = self._config.command, self._config
+        self._output.mkdir(parents=True, exist_ok=True)
+        settings_file = self._output / "settings.json"
+        write_object(settings_file, _nest(config.settings))
+        starts = len(list(self._folder.glob("console_*.log")))
+        fields = {
+            "output": self._output,
+            "console": self._folder / f"console_{starts + 1}.log",
+            "settings_file": settings_file,
+            "checkpoint": self._checkpoint,
+            "step": self.step_index,
+        }
+        words = config.fill_words(command.run, fields)
+        if self._checkpoint and _STEP_FIELD in command.checkpoints:
+            words += config.fill_words(command.resume, fields)
+        variables = [config.fill_words(f"'{assignment}'", fields)[0] for assignment in command.environment]
+        pattern = str(fields["console"])
+        if command.logs != CONSOLE:
+            escaped = {name: glob.escape(str(value)) for name, value in fields.items()}
+            (pattern,) = config.fill_words(f"'{command.logs}'", escaped)
+        names = [parse_name(*assignment.split("=", 1)) for assignment in command.columns]
+        self._tail = LogTail(pattern, names)
+        self._rows = []
+        environment = dict(variable.split("=", 1) for variable in variables)
+        self._process = CommandProcess(words, command.folder, environment, Path(fields["console"]))
+
+    def evaluate_final(self, seed: int, row: Row) -> tuple[Row, LinesByFile]:
+        """Return the last row as it is: the command has made its own evaluations."""
+        return row, {}
+
+    def get_state(self, seed: int) -> TrainerState:
+        """Return the step, and the folder of the command, in which its checkpoints are."""
+        return TrainerState({}, {"step": self.step_index, "output": str(self._output)})
+
+    def load_states(self, states: Sequence[TrainerState]) -> None:
+        """Continue from the newest checkpoint of the command that is not after the step of the state.
+
+        Without one, the command starts from the beginning.
+        """
+        (state,) = states
+        template, step = self._config.command.checkpoints, int(state.values["step"])
+        if not template:
+            return
+        pattern = template.replace("{output}", glob.escape(str(state.values["output"])))
+        if _STEP_FIELD not in template:
+            found = sorted(glob.glob(pattern))
+            self._checkpoint = found[0] if found else ""
+            self.step_index = step if found else 0
+            return
+        matcher = re.compile(
+            re.escape(template)
+            .replace(re.escape("{output}"), re.escape(str(state.values["output"])))
+            .replace(re.escape(_STEP_FIELD), r"0*(\d+)")
+        )
+        checkpoints = {
+            int(match[1]): path
+            for path in glob.glob(pattern.replace(_STEP_FIELD, "*"))
+            if (match := matcher.fullmatch(path)) and int(match[1]) <= step
+        }
+        if checkpoints:
+            self.step_index = max(checkpoints)
+            self._checkpoint = checkpoints[self.step_index]
+
+    def close(self) -> None:
+        """End the command and all that it started."""
+        if self._process is not None:
+            self._process.end(self._config.command.stop_seconds)
+            self._process = None
+
+
+def _nest(settings: dict[str, Any]) -> dict[str, Any]:
+    """Nest values by dotted names: the reverse of `flatten_settings`."""
+    nested: dict[str, Any] = {}
+    for name, value in settings.items():
+        *parents, leaf = name.split(".")
+        section = nested
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[leaf] = value
+    return nested
+
+
+def _decide(rows: Sequence[Row], config: CommandConfig, rules: Sequence[str]) -> StopDecision | None:
+    return evaluate_stop_rules(rows, config.early_stop, (*rules, ALARM))
+
+
+TRAINER = TrainerFamily(CommandTrainer, _decide, best_column="val_success")

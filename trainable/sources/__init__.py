@@ -1,0 +1,1 @@
+"""Logs of other trainers: a module per format, and the table that translates names."""

@@ -1,0 +1,61 @@
+"""Read the logs of other trainers, in the format that their contents show."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from trainable.files.paths import read_bytes
+from trainable.sources.event_files import read_event_files
+from trainable.sources.logs import ROLES_BY_NAME, LogError, Roles, RunLog, merge_rows
+from trainable.sources.tables import read_csv, read_json_lines, read_trainer_state
+from trainable.sources.verl_console import read_verl_console
+from trainable.sources.wandb_files import read_wandb_files
+
+SEVERAL_FILES_READERS: Sequence[Callable[[Sequence[tuple[Path, bytes]]], RunLog | None]] = (
+    read_wandb_files,
+    read_event_files,
+)
+"""Readers of the formats of which a run has several files, in which the order of time counts. They are tried first."""
+MAX_LOG_BYTES = 2**30
+
+
+def read_logs(paths: Sequence[Path], roles: Roles = ROLES_BY_NAME) -> list[RunLog]:
+    """Read the files of a run, or a table of several, whatever their format.
+
+    Raises LogError if the files are no log of an RL run.
+    """
+    files: list[tuple[Path, bytes]] = []
+    for path in paths:
+        try:
+            files.append((path, read_bytes(path.resolve(), MAX_LOG_BYTES)))
+        except (OSError, ValueError) as error:
+            raise LogError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    return parse_logs(files, roles)
+
+
+def parse_logs(files: Sequence[tuple[Path, bytes]], roles: Roles = ROLES_BY_NAME) -> list[RunLog]:
+    """Parse the contents of the files of a run, or of a table of several; see `read_logs`."""
+    for read_all in SEVERAL_FILES_READERS:
+        if log := read_all(files):
+            return [log]
+    logs = [log for path, content in files for log in _read_file(path, content, roles)]
+    if len(files) == 1:
+        return logs
+    rows, notes = merge_rows(row for log in logs for row in log.rows)
+    settings = {key: value for log in logs for key, value in log.settings.items()}
+    return [RunLog(files[0][0], logs[0].format, rows, settings, notes)]
+
+
+def _read_file(path: Path, content: bytes, roles: Roles) -> list[RunLog]:
+    if log := read_trainer_state(path, content):
+        return [log]
+    if logs := read_json_lines(path, content, roles):
+        return logs
+    if log := read_verl_console(path, content):
+        return [log]
+    if logs := read_csv(path, content, roles):
+        return logs
+    raise LogError(
+        f"{path} has no training step in any format that is known here: the console of verl, JSON lines or a table "
+        "with a `step`, the trainer_state.json of TRL, an event file of TensorBoard, or a .wandb file. Give the file "
+        "with the numbers of each step."
+    )
