@@ -29,6 +29,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "trainable.config": ("trainable.files", "trainable.algo.names"),
     "trainable.algo": (),
     "trainable.runs": ("trainable.config", "trainable.files"),
+    "trainable.sources": ("trainable.files",),
+    "trainable.command": ("trainable.config", "trainable.files", "trainable.runs", "trainable.sources"),
+    "trainable.command.trial": ("trainable",),
     "trainable.envs": ("trainable.config", "trainable.files"),
     "trainable.envs.sokoban": ("trainable.config", "trainable.envs"),
     "trainable.envs.games": ("trainable.config", "trainable.envs", "trainable.envs.sokoban"),
@@ -121,6 +124,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "trainable.runs.study_record",
         "trainable.runs.run_files",
         "trainable.runs.stop_rules",
+        "trainable.sources",
     ),
     # Restores runs.
     "analysis.notebook.frames": ("analysis", "trainable", "tune_study.commands.probe"),

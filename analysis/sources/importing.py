@@ -1,5 +1,7 @@
 """Turn logs of other trainers into a study folder: which run is which arm and seed, and the files of each."""
 
+import csv
+import io
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -9,6 +11,7 @@ from typing import Any, NamedTuple
 
 from trainable.files.json_lines import write_lines
 from trainable.files.json_values import write_object
+from trainable.files.paths import read_bytes
 from trainable.runs.history import describe_end
 from trainable.runs.run_files import METRICS_FILE
 from trainable.runs.study_record import (
@@ -22,6 +25,7 @@ from trainable.runs.study_record import (
     StatusRecord,
     StudyRecord,
 )
+from trainable.sources.log_files import list_runs
 from trainable.sources.logs import SEED_KEY, LogError, RunLog
 from trainable.sources.names import Name, translate_rows
 
@@ -50,6 +54,43 @@ class RunNames(NamedTuple):
     pairs: list[tuple[str, int]]
     """Arm and seed of each log, no two alike."""
     notes: list[str]
+
+
+def read_runs_file(path: Path) -> tuple[list[tuple[Path, ...]], RunNames]:
+    """Read a CSV file with the columns log, arm and seed. Return the files of each run, and the names of the runs.
+
+    Paths are relative to the folder of the file. Raises LogError if a cell is missing, a seed is no whole number, or a
+    run or a log occurs twice.
+    """
+    try:
+        text = io.StringIO(read_bytes(path).decode("utf-8-sig"), newline="")
+        reader = csv.DictReader(text, restval="", skipinitialspace=True)
+        columns = reader.fieldnames or ()
+        rows = [
+            (reader.line_num, {name: row.get(name, "").strip() for name in ("log", "arm", "seed")}) for row in reader
+        ]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise LogError(f"{path} cannot be read: {error}.") from None
+    if not rows or not {"log", "arm", "seed"} <= set(columns):
+        raise LogError(
+            f"{path} has the columns {', '.join(columns) or 'of an empty file'}, and {len(rows)} rows: it needs the "
+            "columns log, arm and seed, and a row per run."
+        )
+    runs: list[tuple[Path, ...]] = []
+    pairs: list[tuple[str, int]] = []
+    for line, row in rows:
+        if not (row["log"] and row["arm"] and re.fullmatch(r"\d{1,9}", row["seed"])):
+            raise LogError(f"{path}, line {line}: log, arm, and a seed that is a whole number from 0 are needed.")
+        row_runs = list_runs([path.parent / row["log"]])
+        if len(row_runs) > 1:
+            raise LogError(f"{path}, line {line}: {row['log']} has {len(row_runs)} runs. Give a row to each.")
+        pair = (row["arm"], int(row["seed"]))
+        if pair in pairs or row_runs[0] in runs:
+            what = f"arm {pair[0]} with seed {pair[1]}" if pair in pairs else row["log"]
+            raise LogError(f"{path}, line {line}: {what} occurs twice, and each run has one row.")
+        runs += row_runs
+        pairs.append(pair)
+    return runs, RunNames("", pairs, [])
 
 
 def name_runs(logs: Sequence[RunLog], arm_keys: Sequence[str] = (), seed_key: str | None = None) -> RunNames:

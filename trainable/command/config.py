@@ -134,9 +134,7 @@ class CommandConfig(BaseRunConfig):
         return {
             f"command.{name} has the field {{{field}}}: choose from {', '.join(sorted(allowed))}": True
             for name, allowed in fields.items()
-            for field in _FIELD.findall(
-                str(getattr(self.command, name)).replace(_FLAGS, "").replace(_OVERRIDES, "")
-            )
+            for field in _FIELD.findall(str(getattr(self.command, name)).replace(_FLAGS, "").replace(_OVERRIDES, ""))
             if field not in allowed
         }
 
@@ -169,6 +167,11 @@ class CommandConfig(BaseRunConfig):
             else:
                 words.append(_FIELD.sub(lambda match: format_argument(values[match[1]]), word))
         return words
+
+    def format_command(self) -> str:
+        """Format the command as it would be typed, with {output} and other folders of the run as they are."""
+        places = {name: f"{{{name}}}" for name in ("output", "console", "settings_file")}
+        return shlex.join(self.fill_words(self.command.run, places))
 
     def explain_obstacle(self) -> str:
         """Explain in a sentence why the command cannot start on this machine; empty if it can."""

@@ -1,9 +1,11 @@
 """The process of a command: started with its own session, watched, and ended with all that it started."""
 
+import ctypes
 import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +17,15 @@ _RAY_PREFIX = "RAY_"
 the CPUs and GPUs that the run itself holds."""
 _TAIL_BYTES = 16_384
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.IGNORECASE)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    """Ask Linux, in the process that becomes the command, for SIGTERM when the process of the run dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class CommandError(Exception):
@@ -42,6 +53,7 @@ class CommandProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
 
     @property

@@ -4,6 +4,7 @@ import glob
 import re
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ class CommandTrainer:
         self._folder, self._output = folder, folder / "output"
         self._checkpoint = ""
         self._process: CommandProcess | None = None
+        self._tail: LogTail | None = None
+        self._row_time = 0.0
         self._rows: list[dict[str, Any]] = []
 
     def step(self, before_update: Callable[[], None] = lambda: None) -> StepResult:
@@ -56,12 +59,16 @@ class CommandTrainer:
             if time.monotonic() > deadline:
                 return StepResult()
             time.sleep(_POLL_SECONDS)
-        self.step_index = row["step"]
+        now, steps = time.monotonic(), row["step"] - self.step_index
+        # The trainer may have measured it, too, and excluded its evaluations.
+        row = {"seconds_step": (now - self._row_time) / steps, **row}
+        self._row_time, self.step_index = now, row["step"]
         return StepResult({self._seed: row})
 
     def _take_row(self) -> Row | None:
         """Take the next complete row, or the row that ends the run; None if there is none yet."""
         assert self._process is not None
+        assert self._tail is not None
         total = self._config.trainer.total_training_steps
         exit_code = self._process.exit_code  # before reading, so that all rows of an ended command are read
         rows = self._tail.read(at_once=exit_code is not None)
@@ -88,10 +95,10 @@ class CommandTrainer:
         self._output.mkdir(parents=True, exist_ok=True)
         settings_file = self._output / "settings.json"
         write_object(settings_file, _nest(config.settings))
-        starts = len(list(self._folder.glob("console_*.log")))
+        console = self._folder / f"console_{len(list(self._folder.glob('console_*.log'))) + 1}.log"
         fields = {
             "output": self._output,
-            "console": self._folder / f"console_{starts + 1}.log",
+            "console": console,
             "settings_file": settings_file,
             "checkpoint": self._checkpoint,
             "step": self.step_index,
@@ -100,7 +107,7 @@ class CommandTrainer:
         if self._checkpoint and _STEP_FIELD in command.checkpoints:
             words += config.fill_words(command.resume, fields)
         variables = [config.fill_words(f"'{assignment}'", fields)[0] for assignment in command.environment]
-        pattern = str(fields["console"])
+        pattern = glob.escape(str(console))
         if command.logs != CONSOLE:
             escaped = {name: glob.escape(str(value)) for name, value in fields.items()}
             (pattern,) = config.fill_words(f"'{command.logs}'", escaped)
@@ -108,7 +115,8 @@ class CommandTrainer:
         self._tail = LogTail(pattern, names)
         self._rows = []
         environment = dict(variable.split("=", 1) for variable in variables)
-        self._process = CommandProcess(words, command.folder, environment, Path(fields["console"]))
+        self._row_time = time.monotonic()
+        self._process = CommandProcess(words, command.folder, environment, console)
 
     def evaluate_final(self, seed: int, row: Row) -> tuple[Row, LinesByFile]:
         """Return the last row as it is: the command has made its own evaluations."""
@@ -170,4 +178,6 @@ def _decide(rows: Sequence[Row], config: CommandConfig, rules: Sequence[str]) ->
     return evaluate_stop_rules(rows, config.early_stop, (*rules, ALARM))
 
 
-TRAINER = TrainerFamily(CommandTrainer, _decide, best_column="val_success")
+def make_family(folder: Path) -> TrainerFamily:
+    """Make the parts of a run whose command writes below a folder."""
+    return TrainerFamily(partial(CommandTrainer, folder=folder), _decide, best_column="val_success")

@@ -180,11 +180,18 @@ def new(
         list[str] | None, option("KEY=VALUES", "A setting and its values, like actor.lr=1e-4,3e-4; repeatable.")
     ] = None,
     to: Annotated[Path | None, option("FILE", "File to write; default: NAME.py here.")] = None,
+    command: Annotated[
+        str | None,
+        option("TEXT", "Train with a command of yours: one that you have run, in quotes; --vary names its flags."),
+    ] = None,
+    logs: Annotated[
+        Path | None, option("PATH", "Log, or folder with logs, that this command wrote; default: its output folder.")
+    ] = None,
 ) -> None:
     """Write a Python file that declares a study of your own."""
-    path, command = write_study_file(name, vary or [], to)
+    path, run_command = write_study_file(name, vary or [], to, command, logs)
     print_line(make_console(), f"Wrote {path}. Run it with:")
-    print_line(make_console(), f"  {command}")
+    print_line(make_console(), f"  {run_command}")
 
 
 @command(MAIN, "run", "kl --kl-values 0,0.01,0.1 --steps 60 --seeds 3 --output out")

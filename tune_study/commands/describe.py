@@ -87,10 +87,13 @@ def summarize_plan(study: PreparedStudy) -> dict[str, Any]:
         power = describe_power(record)
         if plan.max_seeds is None:  # with a test at every look, it depends on how many looks follow
             difference = find_resolved_difference(record, len(plan.seeds))
+    arm_configs = {run.arm: run.config for run in plan.runs if run.seed == plan.seeds[0]}
+    commands = {arm: text for arm, config in arm_configs.items() if (text := plan.study.family.format_command(config))}
     lines = [
         *_describe_runs(plan, resource_plan),
         *_describe_search(plan),
         *_describe_game(plan),
+        *(f"Command of arm {arm}: {text}" for arm, text in commands.items()),
         *describe_signal(plan),
         power,
         time_estimate.format_time_line(plan, resource_plan, memory, [gpu.name for gpu in study.used_gpus]),
@@ -132,6 +135,7 @@ def summarize_plan(study: PreparedStudy) -> dict[str, Any]:
             }
             for run in plan.runs
         ],
+        "commands": commands,
         "lines": list(filter(None, lines)),
     }
 

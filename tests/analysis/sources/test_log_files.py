@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from analysis.sources.log_files import list_runs, read_runs_file
+from analysis.sources.importing import read_runs_file
 from tests.analysis.sources.logs import read_log, write_json_lines
+from trainable.sources.log_files import list_runs
 from trainable.sources.logs import LogError
 
 

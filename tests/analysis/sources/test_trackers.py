@@ -8,9 +8,9 @@ import pytest
 from tensorboardX import SummaryWriter
 from tensorboardX.proto.event_pb2 import Event
 
-from analysis.sources.log_files import list_runs
 from tests.analysis.sources.logs import read_log
 from tests.analysis.sources.trackers import BLOCK_BYTES, EventWriter, frame_event, write_events, write_wandb
+from trainable.sources.log_files import list_runs
 from trainable.sources.logs import LogError, RunLog
 from trainable.sources.names import translate_rows
 

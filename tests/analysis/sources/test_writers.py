@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from analysis.sources.log_files import list_runs
 from tests.analysis.sources.logs import read_log
 from trainable.models.load import find_model
+from trainable.sources.log_files import list_runs
 from trainable.sources.names import translate_rows
 
 pytestmark = pytest.mark.processes

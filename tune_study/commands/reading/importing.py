@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis.sources.importing import import_logs, name_runs
-from analysis.sources.log_files import list_runs, read_runs_file
+from analysis.sources.importing import import_logs, name_runs, read_runs_file
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
+from trainable.sources.log_files import list_runs
 from trainable.sources.logs import LogError, Roles
 from trainable.sources.names import Name, parse_name
 from trainable.sources.reading import read_logs

@@ -12,12 +12,12 @@ from analysis.data.compare import SIGNIFICANCE_LEVEL, collect_outcomes, list_arm
 from analysis.data.frames import StudyFrames
 from analysis.data.load import load
 from analysis.sources.importing import RunNames, import_logs, name_runs
-from analysis.sources.log_files import list_runs
 from analysis.stats.estimates import MIN_SEEDS, estimate_deviation
 from analysis.sweep.planned_power import POWER, find_noise_floors
 from analysis.sweep.verdicts import format_number
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import STUDY_FILE
+from trainable.sources.log_files import list_runs
 from trainable.sources.logs import Roles
 from trainable.sources.names import Name
 from trainable.sources.reading import read_logs
