@@ -46,6 +46,7 @@ SETTINGS: dict[str, object] = {
     "env.val_group_size": 4,
 }
 
+
 def make_trainer(seed: int, steps: int, **settings: object) -> PPOTrainer:
     """Our trainer of one seed, which plays the game. settings: with `__` for dots."""
     changes = {key.replace("__", "."): value for key, value in settings.items()}

@@ -29,7 +29,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "trainable.config": ("trainable.files", "trainable.algo.names"),
     "trainable.algo": (),
     "trainable.runs": ("trainable.config", "trainable.files"),
-    "trainable.sources": ("trainable.files",),
+    "trainable.sources": ("trainable.files", "trainable.runs.records"),
     "trainable.command": ("trainable.config", "trainable.files", "trainable.runs", "trainable.sources"),
     "trainable.command.trial": ("trainable",),
     "trainable.envs": ("trainable.config", "trainable.files"),
@@ -107,7 +107,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "trainable.runs.records",
         "trainable.runs.study_record",
     ),
-    "search_spaces": ("search_spaces", "trainable.families"),
+    "search_spaces": ("search_spaces", "trainable.command.config", "trainable.families"),
     # Read: of `trainable` only the names and types of rows, how files are written, and the thresholds of stop rules.
     "analysis": (
         "analysis",
@@ -209,6 +209,7 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
         "pandas",
     ),
     "sandboxes.toys.report": ("numpy", "pandas", "altair"),
+    "trainable.command.config": ("pydantic",),
     "trainable.trial": ("ray", "pyarrow"),
     "trainable.uploads": ("pyarrow",),
     "search_spaces": (),

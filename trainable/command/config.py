@@ -33,7 +33,10 @@ CONSOLE = "{console}"
 _FIELD = re.compile(r"\{([\w.+~/@-]+)\}")
 _FLAGS, _OVERRIDES = "{flags}", "{overrides}"
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.IGNORECASE)
-_RUN_FIELDS = ("seed", "steps", "output", "console", "gpus", "cpus", "settings_file")
+_HYDRA_WORD = re.compile(r"[\w./:+-]+", re.ASCII)
+"""A value that Hydra reads as it is, without quotes."""
+_PLACES = ("output", "console", "settings_file", "run", "attempt", "gpu_ids")
+_RUN_FIELDS = ("seed", "steps", "gpus", "cpus", *_PLACES)
 _CHECKPOINT_FIELDS = ("checkpoint", "step")
 
 
@@ -148,29 +151,33 @@ class CommandConfig(BaseRunConfig):
         """Split a template into words, as a shell does, and fill in the fields of each.
 
         {NAME} is the value of your setting NAME. {flags} stands for those that the template does not name, each as
-        `--NAME VALUE`, and {overrides} for the same as `NAME=VALUE`. {seed}, {steps}, {gpus} and {cpus} are numbers of
-        the run. fields: further ones: {output}, a folder of the run, {console}, the file with what the command prints,
-        {settings_file}, a JSON file with your settings, and to continue, {checkpoint} and {step}.
+        `--NAME VALUE`, and {overrides} for the same as `NAME=VALUE`, with the quotes that Hydra needs. {seed}, {steps},
+        {gpus} and {cpus} are numbers of the run. fields: further ones: {output}, a folder of the run, {run}, its name,
+        {gpu_ids}, its GPUs such as 0,1, {attempt}, the number of the start, {console}, the file with what the command
+        prints, {settings_file}, a JSON file with your settings, and to continue, {checkpoint} and {step}.
         """
-        settings = self.settings
-        trainer = self.trainer
-        numbers = {"seed": self.seed, "steps": trainer.total_training_steps, "cpus": trainer.num_cpus}
-        values = {**settings, **numbers, "gpus": f"{trainer.n_gpus_per_node:g}", **fields}
         named = _FIELD.findall(template)
-        others = {name: value for name, value in settings.items() if name not in named and value is not None}
+        others = {name: value for name, value in self.settings.items() if name not in named and value is not None}
         words: list[str] = []
         for word in shlex.split(template):
             if word == _FLAGS:
                 words += [text for name, value in others.items() for text in (f"--{name}", format_argument(value))]
             elif word == _OVERRIDES:
-                words += [f"{name}={format_argument(value)}" for name, value in others.items()]
+                words += [f"{name}={_quote_for_hydra(format_argument(value))}" for name, value in others.items()]
             else:
-                words.append(_FIELD.sub(lambda match: format_argument(values[match[1]]), word))
+                words.append(self.fill_word(word, fields))
         return words
+
+    def fill_word(self, word: str, fields: Mapping[str, object]) -> str:
+        """Fill in the fields of one word, see `fill_words`."""
+        trainer = self.trainer
+        numbers = {"seed": self.seed, "steps": trainer.total_training_steps, "cpus": trainer.num_cpus}
+        values = {**self.settings, **numbers, "gpus": f"{trainer.n_gpus_per_node:g}", **fields}
+        return _FIELD.sub(lambda match: format_argument(values[match[1]]), word)
 
     def format_command(self) -> str:
         """Format the command as it would be typed, with {output} and other folders of the run as they are."""
-        places = {name: f"{{{name}}}" for name in ("output", "console", "settings_file")}
+        places = {name: f"{{{name}}}" for name in _PLACES}
         return shlex.join(self.fill_words(self.command.run, places))
 
     def explain_obstacle(self) -> str:
@@ -190,6 +197,11 @@ class CommandConfig(BaseRunConfig):
 def format_argument(value: object) -> str:
     """Format a value as a word of a command line: `1e-06`, `True`, `null`."""
     return "null" if value is None else str(value)
+
+
+def _quote_for_hydra(text: str) -> str:
+    """Quote a value for Hydra, unless it is a word or a list, as it is typed there."""
+    return text if _HYDRA_WORD.fullmatch(text) or text.startswith("[") else "'" + text.replace("'", r"\'") + "'"
 
 
 def make_config_class(settings: Mapping[str, Value], varied: Mapping[str, Sequence[str]]) -> type[CommandConfig]:

@@ -13,8 +13,10 @@ from pathlib import Path
 from trainable.runs.orphans import MARK_ENV, terminate_orphans
 
 _RAY_PREFIX = "RAY_"
-"""Variables of the study's Ray. A command that starts Ray, as verl does, must not join it: its workers would wait for
-the CPUs and GPUs that the run itself holds."""
+_OWN_RAY: Mapping[str, str] = {"RAY_ADDRESS": "local"}
+"""A command that starts Ray, as verl does, must not join the study's, whose variables have this prefix: its workers
+would wait for the CPUs and GPUs that the run itself holds. Without an address it would join one that `ray start` has
+started."""
 _TAIL_BYTES = 16_384
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.IGNORECASE)
 
@@ -48,7 +50,7 @@ class CommandProcess:
             self._process = subprocess.Popen(
                 words,
                 cwd=folder,
-                env={**environment, **variables},
+                env={**environment, **_OWN_RAY, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainable.files.paths import read_bytes
+from trainable.runs.records import IMPORTED_COLUMNS, STEP_COLUMNS
 from trainable.sources.logs import LogError, LogRow, RunLog
 
 KEEPS_ZERO = ("train_reward", "val_success", "train_truncated", "zero_std_fraction", "pg_clipfrac", "pg_clipfrac_lower")
@@ -18,6 +19,8 @@ rate of 1e-6 and a KL of 4e-4 are printed so, too."""
 
 _VALIDATES_FIRST = ("tinker", "prime-rl")
 """Trainers whose validation in a row, counted from 0, was made before the update of that row."""
+
+OUR_COLUMNS = frozenset(column.name for column in (*STEP_COLUMNS, *IMPORTED_COLUMNS))
 
 
 class Name(NamedTuple):
@@ -80,7 +83,8 @@ def translate_rows(log: RunLog, own_names: Sequence[Name] = ()) -> list[dict[str
             f"RL run that is known here: type --column train_reward=NAME with one of its names, such as "
             f"{', '.join(log.keys[:8])}."
         )
-    ours = {name.column for name in names}
+    # Other trainers have measurements of the same name: TRL's reward_std is over the batch, and not within groups.
+    ours = {name.column for name in names} | ({*OUR_COLUMNS} if trainer != "tune_study" else set())
     matches: dict[tuple[str, ...], list[tuple[Name, list[list[str]]]]] = {}
     translated: list[tuple[LogRow, dict[str, float]]] = []
     for row in log.rows:
@@ -120,7 +124,7 @@ def translate_rows(log: RunLog, own_names: Sequence[Name] = ()) -> list[dict[str
         if step == 0:
             continue
         theirs = {
-            f"{trainer}/{key}" if key in ours and values.get(key) != value else key: value
+            f"{trainer or 'log'}/{key}" if key in ours and values.get(key) != value else key: value
             for key, value in row.values.items()
         }
         first = {f"base_{column}": value for column, value in base.items()} if not rows else {}

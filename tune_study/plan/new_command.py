@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from trainable.config.command_lines import format_command
 from trainable.config.schedules import split_values
 from trainable.config.setting_types import format_value
 from trainable.sources.log_files import list_runs
@@ -15,9 +16,9 @@ from trainable.sources.names import find_trainer, read_names
 from trainable.sources.reading import read_logs
 from tune_study.plan.errors import PlanError
 
-EXAMPLE = (
-    "python -m tune_study new my-beta --command 'python train.py --beta 0.04 --seed 0 --max_steps 100 --output_dir out'"
-    " --vary beta=0,0.04"
+EXAMPLE = format_command(
+    *("new", "my-beta", "--vary", "beta=0,0.04"),
+    *("--command", "python train.py --beta 0.04 --seed 0 --max_steps 100 --output_dir out"),
 )
 _FLAG = re.compile(r"(--?)?([A-Za-z_+][\w.+/-]*)=(.*)", re.DOTALL)
 _RUN_FLAGS: Mapping[str, str] = {

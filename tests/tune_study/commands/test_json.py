@@ -53,6 +53,7 @@ PLANS: Mapping[str, Any] = {
             "disk": {"needed_bytes": int, "free_bytes": int},
             "memory": (dict, type(None)),
             "runs": [{"run": str, "arm": str, "seed": int, "steps": int, "log": str, "checkpoints": str}],
+            "commands": {},
             "lines": [str],
             "fits": bool,
             "notes": [str],
