@@ -7,17 +7,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from analysis.sources.csv_files import read_csv
 from analysis.sources.event_files import read_event_files
+from analysis.sources.json_files import read_json_lines, read_trainer_state
 from analysis.sources.logs import ROLES_BY_NAME, SEED_KEY, LogError, Roles, RunLog, merge_rows
 from analysis.sources.names import Name, translate_rows
-from analysis.sources.tables import read_csv, read_json_lines, read_trainer_state
+from analysis.sources.trl_completions import read_completions
 from analysis.sources.verl_console import read_verl_console
 from analysis.sources.wandb_files import read_wandb_files
 from trainable.files.json_lines import write_lines
 from trainable.files.json_values import write_object
 from trainable.files.paths import read_bytes
 from trainable.runs.history import describe_end
-from trainable.runs.run_files import METRICS_FILE
+from trainable.runs.run_files import EPISODES_FILE, METRICS_FILE
 from trainable.runs.study_record import (
     RUN_FILE,
     SCHEMA,
@@ -78,11 +80,16 @@ def read_logs(paths: Sequence[Path], roles: Roles = ROLES_BY_NAME) -> list[RunLo
         if log := read_all(files):
             return [log]
     logs = [log for path, content in files for log in _read_file(path, content, roles)]
-    if len(files) == 1:
-        return logs
+    return logs if len(files) == 1 else [merge_logs(logs)]
+
+
+def merge_logs(logs: Sequence[RunLog]) -> RunLog:
+    """Merge the logs of one run, of which each has some of the measurements."""
     rows, notes = merge_rows(row for log in logs for row in log.rows)
     settings = {key: value for log in logs for key, value in log.settings.items()}
-    return [RunLog(paths[0], logs[0].format, rows, settings, notes)]
+    # The gaps of a log may be filled by another one.
+    file_notes = [note for log in logs for note in log.notes if note not in merge_rows(log.rows)[1]]
+    return RunLog(logs[0].path, logs[0].format, rows, settings, [*file_notes, *notes], logs[0].run)
 
 
 def _read_file(path: Path, content: bytes, roles: Roles) -> list[RunLog]:
@@ -117,11 +124,13 @@ def name_runs(logs: Sequence[RunLog], arm_keys: Sequence[str] = (), seed_key: st
             raise LogError(
                 f"No log has the setting {key}: those that differ between the logs are {_list_keys(differing)}."
             )
-    silent_logs = [str(log.path) for log in logs if not log.settings]
+    silent_logs = [log for log in logs if not log.settings]
     if silent_logs and len(logs) > 1:
+        charted_runs = [log.run for log in silent_logs if log.run]
+        place = f", beside the charts, with a row per run: {_list_keys(charted_runs)}" if charted_runs else ""
         raise LogError(
-            f"Arms and seeds are read from the settings that a log prints, and {silent_logs[0]} prints none: type "
-            "--runs FILE, a CSV file with the columns log, arm and seed."
+            f"Arms and seeds are read from the settings that a log prints, and {silent_logs[0].path} prints none: type "
+            f"--runs FILE, a CSV file with the columns log, arm and seed{place}."
         )
     seed_keys = [seed_key] if seed_key else [key for key in differing if SEED_KEY.search(key)]
     if len(_group_by_partition(logs, seed_keys)) > 1:
@@ -226,6 +235,8 @@ def _write_run(run_dir: Path, entry: RunEntry, log: RunLog, rows: list[dict[str,
     run_dir.mkdir(parents=True)
     settings = {**log.settings, "trainer.total_training_steps": total}
     write_lines(run_dir / METRICS_FILE, rows)
+    if log.completions:
+        write_lines(run_dir / EPISODES_FILE, (episode.to_line() for episode in read_completions(log)))
     end = describe_end(rows, total)
     reason = f"its log ends at step {rows[-1]['step']} of {total}" if end.status == "interrupted" else end.reason
     write_object(run_dir / STATUS_FILE, _to_json(StatusRecord(entry.run_id, end.status, reason)))

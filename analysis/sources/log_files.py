@@ -8,8 +8,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis.sources.importing import RunNames
-from analysis.sources.logs import LogError
+from analysis.sources.importing import RunNames, merge_logs, read_logs
+from analysis.sources.logs import LogError, Roles, RunLog
 from trainable.files.paths import read_bytes
 
 _KINDS = (
@@ -48,11 +48,24 @@ def list_runs(paths: Sequence[Path]) -> list[tuple[Path, ...]]:
     ]
 
 
-def read_runs_file(path: Path) -> tuple[list[tuple[Path, ...]], RunNames]:
-    """Read a CSV file with the columns log, arm and seed. Return the files of each run, and the names of the runs.
+def read_runs(paths: Sequence[Path], roles: Roles) -> list[RunLog]:
+    """Read the logs of all runs in `paths`. What several charts of W&B show of a run is one log.
 
-    Paths are relative to the folder of the file. Raises LogError if a cell is missing, a seed is no whole number, or a
-    run or a log occurs twice.
+    Raises LogError if a file is no log of an RL run.
+    """
+    logs = [log for files in list_runs(paths) for log in read_logs(files, roles)]
+    charts: dict[str, list[RunLog]] = {}
+    for log in logs:
+        if log.run:
+            charts.setdefault(log.run, []).append(log)
+    return [log for log in logs if not log.run] + list(map(merge_logs, charts.values()))
+
+
+def read_runs_file(path: Path, charts: Sequence[RunLog], roles: Roles) -> tuple[list[RunLog], RunNames]:
+    """Read a CSV file with the columns log, arm and seed, and the logs in it. Return these, and the names of the runs.
+
+    Logs are paths relative to the folder of the file, or the names of runs in `charts`, if there are some. Raises
+    LogError if a cell is missing, a seed is no whole number, or a run or a log occurs twice.
     """
     try:
         text = io.StringIO(read_bytes(path).decode("utf-8-sig"), newline="")
@@ -68,21 +81,33 @@ def read_runs_file(path: Path) -> tuple[list[tuple[Path, ...]], RunNames]:
             f"{path} has the columns {', '.join(columns) or 'of an empty file'}, and {len(rows)} rows: it needs the "
             "columns log, arm and seed, and a row per run."
         )
-    runs: list[tuple[Path, ...]] = []
+    logs: list[RunLog] = []
     pairs: list[tuple[str, int]] = []
     for line, row in rows:
         if not (row["log"] and row["arm"] and re.fullmatch(r"\d{1,9}", row["seed"])):
             raise LogError(f"{path}, line {line}: log, arm, and a seed that is a whole number from 0 are needed.")
-        row_runs = list_runs([path.parent / row["log"]])
-        if len(row_runs) > 1:
-            raise LogError(f"{path}, line {line}: {row['log']} has {len(row_runs)} runs. Give a row to each.")
+        place = f"{path}, line {line}: {row['log']}"
+        if charts:
+            row_logs = [chart for chart in charts if chart.run == row["log"]]
+        else:
+            row_logs = read_runs([path.parent / row["log"]], roles)
+        names = ", ".join(chart.run for chart in charts or row_logs)
+        if not row_logs:
+            raise LogError(f"{place} is no run of the charts: their runs are {names}.")
+        if len(row_logs) > 1 and row_logs[0].run:
+            raise LogError(f"{place} is a chart of {names}: type it beside --runs, and give a row to each of these.")
+        if len(row_logs) > 1:
+            raise LogError(
+                f"{place} has {len(row_logs)} runs. Give a row to each; a table that names seeds needs no --runs."
+            )
         pair = (row["arm"], int(row["seed"]))
-        if pair in pairs or row_runs[0] in runs:
-            what = f"arm {pair[0]} with seed {pair[1]}" if pair in pairs else row["log"]
-            raise LogError(f"{path}, line {line}: {what} occurs twice, and each run has one row.")
-        runs += row_runs
+        if pair in pairs:
+            raise LogError(f"{path}, line {line}: arm {pair[0]} with seed {pair[1]} occurs twice.")
+        if any((log.path, log.run) == (row_logs[0].path, row_logs[0].run) for log in logs):
+            raise LogError(f"{place} occurs twice, and each run has one row.")
+        logs += row_logs
         pairs.append(pair)
-    return runs, RunNames("", pairs, [])
+    return logs, RunNames("", pairs, [])
 
 
 def _find_logs(folder: Path) -> list[Path]:

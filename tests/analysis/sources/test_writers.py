@@ -35,12 +35,14 @@ config = GRPOConfig(
     output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=False, per_device_train_batch_size=4,
     per_device_eval_batch_size=4, num_generations=4, steps_per_generation=1, max_completion_length=4, max_steps=4,
     report_to=["tensorboard", "wandb"], save_steps=2, logging_steps=1, eval_strategy="steps", eval_steps=2,
-    eval_on_start=True, disable_tqdm=True, seed=3,
+    eval_on_start=True, disable_tqdm=True, seed=3, log_completions=True, num_completions_to_print=1,
 )
+def is_odd(completions, **_):
+    return [float(row % 2) for row in range(len(completions))]
 prompts = Dataset.from_dict({"prompt": ["##_#", "__##", "#__#"]})
 trainer = GRPOTrainer(
     AutoModelForCausalLM.from_pretrained(model), args=config, train_dataset=prompts, eval_dataset=prompts.select([0]),
-    reward_funcs=lambda completions, **_: [float(row % 2) for row in range(len(completions))],
+    reward_funcs=is_odd,
     processing_class=AutoTokenizer.from_pretrained(model),
 )
 trainer.train()

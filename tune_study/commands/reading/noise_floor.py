@@ -11,8 +11,8 @@ from rich.console import Console
 from analysis.data.compare import SIGNIFICANCE_LEVEL, collect_outcomes, list_arms, require_single_study, select_runs
 from analysis.data.frames import StudyFrames
 from analysis.data.load import load
-from analysis.sources.importing import RunNames, import_logs, name_runs, read_logs
-from analysis.sources.log_files import list_runs
+from analysis.sources.importing import RunNames, import_logs, name_runs
+from analysis.sources.log_files import read_runs
 from analysis.sources.logs import Roles
 from analysis.sources.names import Name
 from analysis.stats.estimates import MIN_SEEDS, estimate_deviation
@@ -51,8 +51,7 @@ def read_frames(
             return load(folder, live=is_running), True
     with tempfile.TemporaryDirectory() as temp_dir, as_plan_error(ValueError):
         folder = Path(temp_dir) / "results" / "logs"
-        runs = list_runs([Path(source) for source in sources])
-        logs = [log for run in runs for log in read_logs(run, Roles([seed_key] if seed_key else [], step))]
+        logs = read_runs(list(map(Path, sources)), Roles([seed_key] if seed_key else [], step))
         # Logs without settings are of one setting, since nobody can tell them apart.
         same = RunNames("", [("all", number) for number in range(len(logs))], [])
         run_names = name_runs(logs, (), seed_key) if seed_key or any(log.settings for log in logs) else same
