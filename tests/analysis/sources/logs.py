@@ -7,6 +7,8 @@ from pathlib import Path
 from pprint import pformat
 from typing import Any
 
+import pandas as pd
+
 from analysis.sources.importing import read_logs
 from analysis.sources.logs import RunLog
 
@@ -70,6 +72,24 @@ def write_chart(
     ]
     with path.open("w", newline="") as file:
         csv.writer(file, quoting=csv.QUOTE_ALL).writerows([header, *rows])
+    return path
+
+
+COMPLETIONS: Mapping[str, Sequence[Any]] = {
+    "prompt": ["2+2=", "2+2=", "3+3=", "3+3="],
+    "completion": ["4", "5", "7", "6"],
+    "is_right": [1.0, 0.0, 0.0, 1.0],
+    "is_short": [0.5, 0.5, None, 0.25],
+    "source": ["a", "a", "b", "b"],
+    "advantage": [0.7, -0.7, -0.7, 0.7],
+}
+
+
+def write_completions(folder: Path, step: int, **columns: Sequence[Any]) -> Path:
+    """Write a file as TRL's GRPOTrainer.log does."""
+    path = folder / "completions" / f"completions_{step:05d}.parquet"
+    path.parent.mkdir(exist_ok=True)
+    pd.DataFrame({"step": [step] * 4, **COMPLETIONS, **columns}).to_parquet(path)
     return path
 
 

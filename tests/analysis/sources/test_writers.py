@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from analysis.data.episodes import read_episodes_of_run
+from analysis.sources.importing import import_logs, name_runs
 from analysis.sources.log_files import list_runs
 from analysis.sources.names import translate_rows
 from tests.analysis.sources.logs import read_log
@@ -129,6 +131,17 @@ def test_what_trl_writes_is_the_same_in_its_state_tensorboard_and_wandb(tmp_path
         assert "kl_to_reference" not in row, "without beta, TRL measures none"
     assert [row.get("val_success") for row in tables[0]] == [None, 0.5, None, 0.5]
     assert tables[0][0]["base_val_success"] == 0.5
+    # The evaluations of steps 2 and 4 have replaced the completions of the training.
+    log = read_log(*state)
+    import_logs([log], name_runs([log]), tmp_path / "study", ())
+    assert log.notes[-2].startswith("2 steps have completions of the training, of which 8 of 8 are")
+    assert log.notes[-1].startswith("At 2 steps, such as 2, the completions of an evaluation have replaced")
+    episodes = read_episodes_of_run(tmp_path / "study", "all-s0")
+    assert [(episode.step, episode.rollout, episode.score) for episode in episodes] == [
+        (step, rollout, rollout % 2) for step in (1, 3) for rollout in range(4)
+    ]
+    assert {episode.turns[0].observation for episode in episodes} <= {"##_#", "__##", "#__#"}
+    assert [episode.advantage for episode in episodes] == pytest.approx([-0.866, 0.866] * 4, abs=0.001)
     columns = ("step", "val_success", "entropy", "actor_grad_norm", "train_response_tokens", "zero_std_fraction")
     for rows, other_rows in pairwise(tables):
         for row, other_row in zip(rows, other_rows, strict=True):

@@ -1,5 +1,6 @@
 """Tests of the command `import`, and of commands that read what it wrote."""
 
+import json
 import shlex
 from pathlib import Path
 from typing import NamedTuple
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tests.analysis.sources.logs import write_chart, write_verl_run
+from tests.analysis.sources.logs import write_chart, write_completions, write_verl_run
 from tests.fakes.command_line import get_output, type_in
 
 SUCCESSES = {("0.0", 1): 0.50, ("0.0", 2): 0.55, ("0.0", 3): 0.60, ("0.1", 1): 0.75, ("0.1", 2): 0.90, ("0.1", 3): 0.84}
@@ -63,6 +64,21 @@ def test_compare_reads_imported_studies_and_resume_refuses_them(study: Imported,
     assert "no effect in 0, 0.1" in get_output(f"compare {study.folder} {study.folder}")
     answer = type_in(f"resume {study.folder} --dry-run")
     assert (answer.code, "were imported from logs of another trainer" in answer.err) == (2, True)
+
+
+def test_transcripts_prints_the_completions_of_trl(tmp_path: Path) -> None:
+    history = [{"step": step, "reward": 0.5, "rewards/is_right/mean": 0.5} for step in (1, 2)]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    write_completions(tmp_path, 2)
+    out = get_output(f"import {tmp_path} --output {tmp_path} --column val_success=rewards/is_right/mean")
+    assert "1 steps have completions of the training, of which 4 of 4 are for `transcripts --trained`" in out
+    lines = get_output(f"transcripts {tmp_path / 'results/imported'} --trained --failed --step 2").splitlines()
+    assert [line.strip() for line in lines[4:8]] == [
+        "Level 0, rollout 1, trained in step 2: failure, score 0",
+        "| 2+2=",
+        "> 5",
+        "is_right 0, reward 0, advantage -0.7",
+    ]
 
 
 def test_a_study_is_not_written_over_and_a_refused_log_leaves_nothing(
