@@ -96,14 +96,15 @@ def test_a_chart_of_wandb_has_a_run_per_group_of_columns(tmp_path: Path) -> None
 
 
 def test_charts_of_the_same_run_are_one_log(tmp_path: Path) -> None:
-    rewards = write_chart(tmp_path / "1.csv", {"a": [0.5] * 4, "b": [0.25] * 4}, "train/reward")
-    successes = write_chart(tmp_path / "2.csv", {"b": [None, 0.75, None, 1], "a": [None, 0, None, 1]}, "eval/reward")
-    first, second = read_runs([rewards, successes], ROLES_BY_NAME)
-    assert (first.run, second.run) == ("a", "b")
-    assert [row.get("val_success") for row in translate_rows(first)] == [None, 0, None, 1]
-    assert [row.get("val_success") for row in translate_rows(second)] == [None, 0.75, None, 1]
-    assert [row["train_reward"] for row in translate_rows(second)] == [0.25] * 4
-    assert not first.notes, "the gaps of a chart are filled by the other one"
+    rewards = write_chart(tmp_path / "1.csv", {"a": [0.5] * 6, "b": [0.25] * 6}, "train/reward")
+    validated: dict[str, list[float | None]] = {"b": [None, 0.75, None, 1, None, 0.5], "a": [None, 0, None, 1, None, 1]}
+    first, second = read_runs([rewards, write_chart(tmp_path / "2.csv", validated, "eval/reward")], ROLES_BY_NAME)
+    for log, name, reward in ((first, "a", 0.5), (second, "b", 0.25)):
+        rows = translate_rows(log)
+        assert log.run == name
+        assert [row.get("val_success") for row in rows] == validated[name]
+        assert [row["train_reward"] for row in rows] == [reward] * 6
+        assert not log.notes, "the gaps of a chart are filled by the other one"
 
 
 def test_means_in_a_chart_are_named(tmp_path: Path) -> None:
@@ -119,8 +120,11 @@ def test_the_axis_of_a_chart_is_a_step_or_has_one_beside_it(tmp_path: Path) -> N
         read_log(over_time)
     frame = pd.read_csv(over_time)
     frame[["a - _step", "a - _step__MIN", "a - _step__MAX"]] = [[10] * 3, [20] * 3]
+    frame.loc[2] = {"Relative Time (Process)": 3.0}  # the time of another run
     frame.to_csv(over_time, index=False)
-    assert [row.step for row in read_log(over_time).rows] == [10, 20]
+    assert list_rows(read_log(over_time)) == [
+        (10 * time, {"train/reward": time / 2, "Relative Time (Process)": time}) for time in (1, 2)
+    ]
 
 
 @pytest.mark.parametrize(
