@@ -21,8 +21,8 @@ from trainable.runs.episode_lines import RecordedEpisode, RecordedTurn
 _PREFIX = "completions_"
 MAX_FILE_BYTES = 2**28
 """Maximum size of a file, and of its content by its own account."""
-MAX_RUN_CHARACTERS = 2**26
-"""Maximum characters of the texts of a run. All steps have the same share, and of each step the first ones count."""
+MAX_RUN_CHARACTERS = 2**24
+"""Maximum characters of a run, since all commands read them: of each step the first texts, all with the same share."""
 MAX_TEXT_CHARACTERS = 100_000
 """Maximum characters that are kept of a prompt or a completion."""
 _BATCH_ROWS = 64
