@@ -1,7 +1,6 @@
 """The configuration of a run whose trainer is a command of yours, and the words of that command."""
 
 import re
-import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, create_model
 
 from trainable.config.base_config import EXECUTION_SETTINGS, BaseRunConfig, BaseTrainerConfig, SettingsSection
+from trainable.config.command_lines import quote_argument, split_words
 from trainable.config.sections import EarlyStopConfig
 from trainable.config.setting_types import (
     Common,
@@ -159,7 +159,7 @@ class CommandConfig(BaseRunConfig):
         named = _FIELD.findall(template)
         others = {name: value for name, value in self.settings.items() if name not in named and value is not None}
         words: list[str] = []
-        for word in shlex.split(template):
+        for word in split_words(template):
             if word == _FLAGS:
                 words += [text for name, value in others.items() for text in (f"--{name}", format_argument(value))]
             elif word == _OVERRIDES:
@@ -178,11 +178,11 @@ class CommandConfig(BaseRunConfig):
     def format_command(self) -> str:
         """Format the command as it would be typed, with {output} and other folders of the run as they are."""
         places = {name: f"{{{name}}}" for name in _PLACES}
-        return shlex.join(self.fill_words(self.command.run, places))
+        return " ".join(map(quote_argument, self.fill_words(self.command.run, places)))
 
     def explain_obstacle(self) -> str:
         """Explain in a sentence why the command cannot start on this machine; empty if it can."""
-        program = next(iter(shlex.split(self.command.run)), "")
+        program = next(iter(split_words(self.command.run)), "")
         folder = Path(self.command.folder)
         if not folder.is_dir():
             return f"command.folder={folder} is no folder of this machine: correct it in the file of the study."

@@ -2,12 +2,11 @@
 
 import json
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from trainable.config.command_lines import format_command
+from trainable.config.command_lines import format_command, quote_argument, split_words
 from trainable.config.schedules import split_values
 from trainable.config.setting_types import format_value
 from trainable.sources.log_files import list_runs
@@ -75,7 +74,7 @@ def format_command_study(name: str, command: str, assignments: Sequence[str], lo
     Raises PlanError if the command cannot be read, or if a flag is missing or has fewer than two values.
     """
     try:
-        words = shlex.split(command)
+        words = split_words(command)
     except ValueError as error:
         problem = f"--command {format_value(command)} cannot be read ({error})"
         raise PlanError(f"{problem}: type it like {EXAMPLE}.") from None
@@ -107,7 +106,7 @@ def format_command_study(name: str, command: str, assignments: Sequence[str], lo
     fields = {
         "question": f"Does {' or '.join(vary)} change the success of training?",
         "name": name,
-        "command": shlex.join(words).replace("'{", "{").replace("}'", "}"),
+        "command": " ".join(map(_quote_word, words)),
         "settings": {key: _parse(value) for key, value in example.items()},
         "vary": {key: tuple(map(_parse, texts)) for key, texts in vary.items()},
         "steps": int(found["steps"]) if found.get("steps", "").isdigit() else 100,
@@ -118,6 +117,11 @@ def format_command_study(name: str, command: str, assignments: Sequence[str], lo
         "gpus": 0,
     }
     return _FILE.format(**{key: value if key == "question" else _quote(value) for key, value in fields.items()})
+
+
+def _quote_word(word: str) -> str:
+    """Quote a word of a command, but for the braces of its fields."""
+    return word if quote_argument(re.sub(r"[{}]", "", word)) == re.sub(r"[{}]", "", word) else quote_argument(word)
 
 
 def _quote(value: object) -> str:

@@ -32,7 +32,6 @@ from trainable.config.schedules import split_values
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import SourceFile
 from tune_study.plan.errors import PlanError
-from tune_study.plan.new_command import format_command_study
 from tune_study.plan.typed_settings import check_varied
 
 NEW_COMMAND = format_command("new", "NAME", "--vary", "actor.lr=1e-4,3e-4")
@@ -389,6 +388,8 @@ def write_study_file(
     if command is None:
         text = format_study(name, parse_factors(assignments))
     else:
+        from tune_study.plan.new_command import format_command_study  # imports NumPy
+
         text = format_command_study(name, command, assignments, logs)
     path = path or Path(f"{name.replace('-', '_')}.py")
     if path.suffix != ".py":
