@@ -31,6 +31,7 @@ CONSOLE = "{console}"
 """The value of `command.logs` for commands that print their measurements."""
 
 _FIELD = re.compile(r"\{([\w.+~/@-]+)\}")
+_SEED_FIELD = re.compile(r"\{seed\*(\d+)\+(\d+)\}")
 _FLAGS, _OVERRIDES = "{flags}", "{overrides}"
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.IGNORECASE)
 _HYDRA_WORD = re.compile(r"[\w./:+-]+", re.ASCII)
@@ -152,9 +153,10 @@ class CommandConfig(BaseRunConfig):
 
         {NAME} is the value of your setting NAME. {flags} stands for those that the template does not name, each as
         `--NAME VALUE`, and {overrides} for the same as `NAME=VALUE`, with the quotes that Hydra needs. {seed}, {steps},
-        {gpus} and {cpus} are numbers of the run. fields: further ones: {output}, a folder of the run, {run}, its name,
-        {gpu_ids}, its GPUs such as 0,1, {attempt}, the number of the start, {console}, the file with what the command
-        prints, {settings_file}, a JSON file with your settings, and to continue, {checkpoint} and {step}.
+        {gpus} and {cpus} are numbers of the run, and {seed*10+3} is ten times the seed, plus 3. fields: further ones:
+        {output}, a folder of the run, {run}, its name, {gpu_ids}, its GPUs such as 0,1, {attempt}, the number of the
+        start, {console}, the file with what the command prints, {settings_file}, a JSON file with your settings, and
+        to continue, {checkpoint} and {step}.
         """
         named = _FIELD.findall(template)
         others = {name: value for name, value in self.settings.items() if name not in named and value is not None}
@@ -173,6 +175,7 @@ class CommandConfig(BaseRunConfig):
         trainer = self.trainer
         numbers = {"seed": self.seed, "steps": trainer.total_training_steps, "cpus": trainer.num_cpus}
         values = {**self.settings, **numbers, "gpus": f"{trainer.n_gpus_per_node:g}", **fields}
+        word = _SEED_FIELD.sub(lambda match: str(self.seed * int(match[1]) + int(match[2])), word)
         return _FIELD.sub(lambda match: format_argument(values[match[1]]), word)
 
     def format_command(self) -> str:

@@ -17,6 +17,7 @@ KEEPS_ZERO = ("train_reward", "val_success", "train_truncated", "zero_std_fracti
 rate of 1e-6 and a KL of 4e-4 are printed so, too."""
 
 
+_STOPPED = "early_stopped/"
 _VALIDATES_FIRST = ("tinker", "prime-rl")
 """Trainers whose validation in a row, counted from 0, was made before the update of that row."""
 
@@ -128,8 +129,11 @@ def translate_rows(log: RunLog, own_names: Sequence[Name] = ()) -> list[dict[str
             for key, value in row.values.items()
         }
         first = {f"base_{column}": value for column, value in base.items()} if not rows else {}
+        # RAGEN names the rule that has stopped a run.
+        rule = next((key.removeprefix(_STOPPED) for key in row.values if key.startswith(_STOPPED)), "")
+        stop = {"stop_rule": rule, "stop_step": step} if rule and row.values[_STOPPED + rule] else {}
         origin = {"source": log.format, "file": str(log.path), "line": row.line}
-        rows.append({**theirs, **values, **first, "step": step, **origin})
+        rows.append({**theirs, **values, **first, "step": step, **stop, **origin})
     if not rows:
         raise LogError(f"{log.path} has no step of the training, only what was measured before it: leave it out.")
     return rows

@@ -201,7 +201,7 @@ def run(study: opt.StudyName, request: RunRequest, launch: LaunchRequest, as_jso
         raise PlanError("--json prints a plan: type it with --dry-run, or after the runs `report RUN --json`.")
     visible_gpus = detect_gpus(os.environ)
     load_typed_files(request.code or [])
-    studies = find_studies(study, request.kl_type, request.accept_changed_file)
+    studies = find_studies(study, request, accepts_change=request.accept_changed_file)
 
     def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
         return [plan_from_options(chosen, preset, request, source) for chosen, source in studies]
@@ -218,7 +218,7 @@ def search(study: opt.StudyName, search_request: SearchRequest, request: StudyRe
     """Search for the best settings under which no run collapses, and confirm them with fresh seeds."""
     visible_gpus = detect_gpus(os.environ)
     load_typed_files(request.code or [])
-    chosen, source = searching.find_study(study, request.kl_type, request.accept_changed_file)
+    chosen, source = searching.find_study(study, request)
 
     def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
         return [searching.plan_search(chosen, preset, search_request, request, source)]

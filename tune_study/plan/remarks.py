@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pkgutil import resolve_name
 
-from search_spaces.catalog import STUDIES
+from search_spaces.catalog import get_declaration
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.choices import FILTER_METRICS
 from trainable.config.setting_types import flatten_settings
@@ -78,7 +78,7 @@ def _find_sentences(plan: StudyPlan) -> Iterator[str]:
 def _describe_unread_settings(plan: StudyPlan, configs: Sequence[BaseRunConfig]) -> Iterator[str]:
     """Yield a sentence per setting that no arm reads, unless its value is from a preset, a shipped study or a game."""
     study = plan.study
-    declared = STUDIES.get(study.name, replace(study, fixed_settings={}, presets={}))
+    declared = get_declaration(study.name) or replace(study, fixed_settings={}, presets={})
     declared_settings = flatten_settings(make_base_config(declared, plan.preset).model_dump())
     of_games = [study.family.make_game_settings(game, plan.preset) for game in study.family.games]
     typed_settings = {
