@@ -195,7 +195,7 @@ format: setup
 	$(PYTHON) -m venv .venv-bench
 	$(BENCH)/python -m pip install --quiet --upgrade pip
 	$(BENCH)/python -m pip install --quiet "$(TORCH)"
-	$(BENCH)/python -m pip install --quiet --editable ".[test,bench]"
+	$(BENCH)/python -m pip install --quiet --editable ".[test]"
 	$(BENCH)/python -m pip install --quiet --no-deps verl==0.9.1 tinker-cookbook==0.6.1 chz orjson
 	touch $@
 

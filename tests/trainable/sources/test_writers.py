@@ -113,7 +113,7 @@ def test_runs_that_wandb_has_written_and_resumed(tmp_path: Path) -> None:
     assert len(read_log(*files).rows) == 4
 
 
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="make test-trl")
+@pytest.mark.slow
 def test_what_trl_writes_is_the_same_in_its_state_tensorboard_and_wandb(tmp_path: Path) -> None:
     run_script(TRL_SCRIPT, tmp_path, find_model("sokoban-tiny"))
     (state,) = list_runs([tmp_path])

@@ -1,6 +1,6 @@
-"""GRPO of TRL on one turn of FrozenLake, as a script of your own: `trl_beta.py` makes a study of its arguments.
+"""GRPO of TRL on one turn of FrozenLake, as a script of your own: `new --command` makes a study of its arguments.
 
-    python examples/trl_grpo.py --beta 0.04 --seed 0 --max_steps 20 --output_dir out
+    python examples/trl_frozenlake.py --beta 0.04 --seed 0 --max_steps 20 --output_dir out
 
 Levels, prompts and rewards are those of this project's game, so that its own trainer can train the same arms.
 """
