@@ -17,6 +17,7 @@ import analysis
 from tests.fakes import command_trainer
 from tests.fakes.command_line import Answer, assert_refused, get_output, type_words
 from tests.fakes.command_trainer import compute_reward
+from trainable.files.json_values import read_object, write_object
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = shlex.join([sys.executable, command_trainer.__file__])
@@ -96,11 +97,10 @@ def test_a_folder_does_not_choose_the_command(folder: Path) -> None:
     """Neither without the file of the study, nor with another command in study.json."""
     run = folder / "results" / "my_beta"
     assert_refused(type_words("resume", run), "no file that a folder names is executed")
-    record = json.loads((run / "study.json").read_text())
+    record = read_object(run / "study.json")
     record["settings"]["command"]["run"] = "touch /tmp/other"
-    del record["checksum"]
     (folder / "copy" / "results" / "my_beta").mkdir(parents=True)
-    (folder / "copy" / "results" / "my_beta" / "study.json").write_text(json.dumps(record))
+    write_object(folder / "copy" / "results" / "my_beta" / "study.json", record)
     words = ("resume", folder / "copy" / "results" / "my_beta", "--study", folder / "my_beta.py", "--dry-run")
     assert_refused(type_words(*words), "command.run=touch /tmp/other", "You did not start this study")
 
@@ -170,10 +170,16 @@ def test_population_based_training_continues_from_the_donors_checkpoint(tmp_path
     environment = {**os.environ, "SLEEP": "0.2", "PYTHONPATH": str(ROOT)}
     process = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
     assert process.returncode == 0, process.stderr[-3000:]
-    consoles = [path.read_text() for path in (tmp_path / "ray").rglob("console_*.log")]
-    continued = [text for text in consoles if "from step 0" not in text]
-    assert continued
-    assert all("from step 4," in text for text in continued), consoles
+    files = (tmp_path / "ray" / "pbt").glob("*/result.json")
+    trials = [[json.loads(line) for line in path.read_text().splitlines()] for path in files]
+    for trial in trials:
+        rows = {row["step"]: row for row in trial}
+        for step, row in rows.items():
+            assert row["train_reward"] == compute_reward(0, step, row["config"]["args.beta"])
+        # The log of each start begins with the step after its checkpoint.
+        assert {step: row["line"] for step, row in rows.items()} == {step: (step - 1) % 4 + 1 for step in rows}
+    betas = sorted([trial[0]["config"]["args.beta"], trial[-1]["config"]["args.beta"]] for trial in trials)
+    assert betas == [[0.0, 0.5], [0.4, 0.4]]
 
 
 def test_a_study_of_trl(tmp_path: Path) -> None:
