@@ -196,7 +196,8 @@ format: setup
 	$(BENCH)/python -m pip install --quiet --upgrade pip
 	$(BENCH)/python -m pip install --quiet "$(TORCH)"
 	$(BENCH)/python -m pip install --quiet --editable ".[test]"
-	$(BENCH)/python -m pip install --quiet --no-deps verl==0.9.1 tinker-cookbook==0.6.1 chz orjson
+	$(BENCH)/python -m pip install --quiet --no-deps verl==0.9.1 tinker-cookbook==0.6.1 chz orjson \
+		hydra-core==1.3.8 omegaconf==2.3.1 antlr4-python3-runtime==4.9.3
 	touch $@
 
 # All figures beside the last ones; bench-engines has those that need vLLM. SAVE=1 makes them the last ones.
@@ -205,7 +206,8 @@ bench: .venv-bench/ready
 
 # The losses and advantages against those of TRL's trainers, and logs that TRL, verl and tinker-cookbook write.
 test-trl: .venv-bench/ready
-	OMP_NUM_THREADS=1 $(BENCH)/python -m pytest tests/trainable/algo/test_trl_oracle.py tests/trainable/sources/test_writers.py
+	OMP_NUM_THREADS=1 $(BENCH)/python -m pytest tests/trainable/algo/test_trl_oracle.py tests/trainable/sources/test_writers.py \
+		tests/tune_study/studies/test_recipes.py
 
 bench-engines: .venv-engines/ready
 	OMP_NUM_THREADS=1 $(ENGINES)/python benchmarks/rollout_engines.py

@@ -145,9 +145,17 @@ def _describe_commands(commands: Mapping[str, str]) -> Iterator[str]:
     first: list[str] = []
     for arm, text in commands.items():
         words = split_words(text)
-        others = " ".join(quote_argument(word) for word in words if word not in first)
-        yield f"Command of arm {arm}: {others}" if not first else f"Arm {arm} differs in: {others}"
-        first = first or words
+        if len(words) != len(first):
+            yield f"Command of arm {arm}: {text}"
+            first = first or words
+            continue
+        differing = [
+            # A value stands behind its flag.
+            f"{words[number - 1]} " * words[number - 1].startswith("-") + quote_argument(word)
+            for number, word in enumerate(words)
+            if word != first[number]
+        ]
+        yield f"Arm {arm} differs in: {' '.join(differing)}"
 
 
 def print_plan(console: Console, plan: StudyPlan, summary: Mapping[str, Any]) -> None:
