@@ -40,6 +40,8 @@ SLOW_PREFIXES = (
     "python -m tune_study run bold.py",
     "python -m tune_study run kl --env bandit.py:Bandit",
     "python -m tune_study resume bandit/",
+    # test_command_study.py runs it.
+    "python examples/trl_frozenlake.py",
     # test_own_study.py runs such a study.
     "python -m tune_study run my_lr.py --preset laptop --seeds 1 --steps 1",
     "python -m tune_study resume results/my_lr_sokoban-tiny",
@@ -114,7 +116,7 @@ def run_command(command: str, is_active: bool, folder: Path) -> subprocess.Compl
     if words[0] == "make":
         return subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, env=variables)
     assert words[0] == "python", f"the documents show a command that no test knows how to run: {command}"
-    if words[1].startswith("benchmarks/"):
+    if words[1].startswith(("benchmarks/", "examples/")):
         words[1] = str(ROOT / words[1])
     starts_ray = words[3:4] in (["run"], ["resume"], ["confirm"], ["doctor"]) and "--dry-run" not in words
     if is_active and words[:3] == ["python", "-m", "tune_study"] and not starts_ray:
