@@ -1,4 +1,4 @@
-"""Logs that the trackers and trainers themselves write: W&B, and those of other trainers in make test-trl."""
+"""What trackers and trainers themselves write: logs, and runs of studies. Those of TRL and verl in make test-trl."""
 
 import importlib.util
 import json
@@ -13,7 +13,9 @@ import pytest
 from analysis.sources.log_files import list_runs
 from tests.analysis.sources.logs import read_log
 from trainable.models.load import find_model
+from trainable.runs.study_record import StudyRecord, read_record
 from trainable.sources.names import translate_rows
+from tune_study.commands.describe import read_status
 
 pytestmark = pytest.mark.processes
 
@@ -29,6 +31,7 @@ import os, sys
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
+from analysis.sources.attach import StudyCallback
 folder, model = sys.argv[1:]
 os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": folder}
 config = GRPOConfig(
@@ -43,10 +46,30 @@ trainer = GRPOTrainer(
     reward_funcs=lambda completions, **_: [float(row % 2) for row in range(len(completions))],
     processing_class=AutoTokenizer.from_pretrained(model),
 )
+trainer.add_callback(StudyCallback(folder + "/study", arm="beta=0", seed=3))
 trainer.train()
 """
+ATTACHED_SCRIPT = """
+import sys, time
+from pathlib import Path
+from transformers import TrainerCallback
+from analysis.sources.attach import StudyCallback
+from tests.analysis.sources.tiny_trainer import make_trainer
+folder, arm, seed, end = sys.argv[1:]
 
+class End(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3 and end == "raises":
+            raise RuntimeError("the disk is on fire")
+        if state.global_step == 3 and end == "waits":
+            print("waiting", flush=True)
+            time.sleep(600)
 
+trainer = make_trainer(Path(folder, arm + seed), [0.1, 0.2, 0.3], int(seed))
+trainer.add_callback(StudyCallback(Path(folder, "study"), arm, int(seed), baseline="b"))
+trainer.add_callback(End())
+trainer.train()
+"""
 VERL_SCRIPT = """
 import os, sys
 from importlib.metadata import distribution
@@ -107,6 +130,46 @@ def test_runs_that_wandb_has_written_and_resumed(tmp_path: Path) -> None:
         assert len(log.notes) == 1
     (files,) = list_runs([typed[0].parent])
     assert len(read_log(*files).rows) == 4
+
+
+def test_processes_write_one_study_at_the_same_time(tmp_path: Path) -> None:
+    folder, ends = tmp_path / "study", ("ends", "raises", "waits", "ends")
+    runs = {(arm, seed): ends[2 * number + seed] for number, arm in enumerate("ab") for seed in (0, 1)}
+    processes = {
+        run: subprocess.Popen(
+            [sys.executable, "-c", ATTACHED_SCRIPT, str(tmp_path), run[0], str(run[1]), end],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for run, end in runs.items()
+    }
+
+    def read() -> tuple[str, dict[str, tuple[str, int, str]], str | None]:
+        status = read_status(folder, str(folder), read_record(StudyRecord, folder), is_running=False)
+        runs = {run["run"]: (run["status_text"], run["step"], run["reason"]) for run in status["runs"]}
+        return status["state"], runs, status["resume_command"]
+
+    waiting = processes.pop(("b", 0))
+    try:
+        exit_codes = {run: process.wait() for run, process in processes.items()}
+        assert exit_codes == {("a", 0): 0, ("a", 1): 1, ("b", 1): 0}
+        assert waiting.stdout is not None
+        assert "waiting\n" in iter(waiting.stdout.readline, "")
+        expected = {
+            "a-s0": ("completed", 4, "trained 4 of 4 steps"),
+            "a-s1": ("failed (error)", 2, "RuntimeError: the disk is on fire"),
+            "b-s0": ("running", 1, ""),
+            "b-s1": ("completed", 4, "trained 4 of 4 steps"),
+        }
+        assert read() == ("running", expected, None)
+    finally:
+        waiting.kill()
+        waiting.wait()
+    expected["b-s0"] = ("interrupted", 1, "the process that ran the study is gone, after step 1")
+    assert read() == ("unfinished", expected, None), "no command continues a run of another trainer"
+    study = read_record(StudyRecord, folder)
+    assert (study.baseline, study.seeds, study.total_steps) == ("b", (0, 1), 4)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="make test-trl")
