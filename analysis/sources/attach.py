@@ -85,34 +85,37 @@ class AttachedRun:
         self._status = StatusRecord(entry.run_id, "running", started_at=started_at)
         write_record(self._folder, self._status)
         self._path = self._folder / METRICS_FILE
-        self._end, self._earlier_rows = read_lines(self._path).end, read_rows(self._path)
+        self._end = read_lines(self._path).end
+        self._earlier_rows = {row["step"]: row for row in read_rows(self._path)}
         self._entries: list[tuple[int, dict[str, Any]]] = []
         _open_runs.append(self)
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        """Take measurements of a step, which may come in several calls. They are written when a later step begins."""
-        if self._entries and self._entries[-1][1]["step"] not in (0, step):
-            self._write_row()
+        """Take measurements of a step, which may come in several calls, such as those of training and validation."""
+        if self._entries and self._entries[-1][1]["step"] != step:
+            self.write_row()
         # A number of numpy or torch becomes one of Python.
         values = {key: value.item() if getattr(value, "ndim", None) == 0 else value for key, value in data.items()}
         self._entries.append((self._end.line_count + 1, {**values, "step": step}))
 
-    def _write_row(self) -> None:
+    def write_row(self) -> None:
+        """Write what has been taken, unless it was measured before the first step and waits for the row of that."""
         log = make_log(self._path, f"{self._trainer}, attached", self._entries, {})
-        self._entries = []
         if log is None or log.rows[-1].step < 1:
             return
+        self._entries = []
         row = translate_rows(log, self._names, self._trainer)[-1]
         # A resumed trainer may validate at the step of its checkpoint, which has a row.
-        earlier = next((earlier for earlier in self._earlier_rows if earlier["step"] == row["step"]), {})
-        self._earlier_rows = []
-        self._end = append_line(self._path, row if "train_reward" in row else {**earlier, **row}, self._end)
+        if "train_reward" not in row:
+            row = {**self._earlier_rows.get(row["step"], {}), **row}
+        self._end = append_line(self._path, row, self._end)
+        self._earlier_rows = {row["step"]: row}
 
     def close(self, error: BaseException | None = None) -> None:
         """Write the last row, and the status that follows from the rows, or `failed` after an error."""
         if self._lock.closed or self._pid != os.getpid():  # a process that was forked trains no run
             return
-        self._write_row()
+        self.write_row()
         rows = read_rows(self._path)
         status = make_final_status(self._status, rows, self._total)
         if isinstance(error, Exception) and error is not self._known_error:
@@ -182,6 +185,11 @@ class StudyCallback(TrainerCallback):  # type: ignore[misc]
         """Take what the trainer logs while it trains."""
         if self._run:
             self._run.log(logs, state.global_step)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the row of the step before."""
+        if self._run:
+            self._run.write_row()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the run."""

@@ -167,7 +167,7 @@ def test_what_is_no_run_and_a_folder_of_another_study_are_refused(
     files = read_files(folder)
     with pytest.raises(ValueError, match=f"{folder} has a study that tune_study trains: name another folder"):
         AttachedRun(folder, "a", 1, "", {}, "trl", {})
-    assert {name: files[name] for name in files} == files
+    assert {**read_files(folder), "runs/.lock": b""} == {**files, "runs/.lock": b""}
     monkeypatch.setattr(attach, "_LOCK_SECONDS", 0.0)
     (tmp_path / "study/runs/a-s1").mkdir(parents=True)
     with closing(acquire_lock(tmp_path / "study/runs/a-s1", 0)), pytest.raises(RunLockedError, match="still in use by"):

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import pytest
 from analysis.sources.log_files import list_runs
 from tests.analysis.sources.logs import read_log
 from trainable.models.load import find_model
+from trainable.runs.history import RunHistory
+from trainable.runs.run_files import read_rows
 from trainable.runs.study_record import StudyRecord, read_record
 from trainable.sources.names import translate_rows
 from tune_study.commands.describe import read_status
@@ -94,6 +97,36 @@ for step in range(1, 5):
     for writer in (logger, console):
         writer.log(row, step)
 """
+VERL_ATTACHED_SCRIPT = """
+import os, sys
+from importlib.metadata import distribution
+from types import ModuleType
+import numpy as np
+from analysis.sources.attach import add_verl_backend
+
+# The package itself imports Ray and tensordict.
+for name in ("verl", "verl.utils"):
+    sys.modules[name] = ModuleType(name)
+    sys.modules[name].__path__ = [str(distribution("verl").locate_file(name.replace(".", "/")))]
+folder = sys.argv[1]
+os.environ["VERL_FILE_LOGGER_PATH"] = folder + "/run.jsonl"
+add_verl_backend(folder + "/study", arm="kl=0", seed=3)
+
+from verl.utils.tracking import Tracking
+config = {"trainer": {"total_training_steps": 4, "env_vars": {"WANDB_API_KEY": "staple"}}}
+tracking = Tracking("project", "run", ["file", "tune_study"], config)
+try:
+    tracking.log({"val-core/openai/gsm8k/reward/mean@1": 0.25}, step=0)
+    for step in range(1, 5):
+        row = {"critic/score/mean": np.float32(step / 8), "actor/entropy": 1 / 3, "training/global_step": step}
+        if step % 2 == 0:
+            row["val-core/openai/gsm8k/reward/mean@1"] = np.float64(step / 16)
+        tracking.log(row, step)
+        if sys.argv[2:] == [str(step)]:
+            raise RuntimeError("the disk is on fire")
+finally:
+    tracking.finish()
+"""
 TINKER_SCRIPT = """
 import sys
 from tinker_cookbook.utils.ml_log import JsonLogger
@@ -133,40 +166,36 @@ def test_runs_that_wandb_has_written_and_resumed(tmp_path: Path) -> None:
 
 
 def test_processes_write_one_study_at_the_same_time(tmp_path: Path) -> None:
-    folder, ends = tmp_path / "study", ("ends", "raises", "waits", "ends")
-    runs = {(arm, seed): ends[2 * number + seed] for number, arm in enumerate("ab") for seed in (0, 1)}
-    processes = {
-        run: subprocess.Popen(
-            [sys.executable, "-c", ATTACHED_SCRIPT, str(tmp_path), run[0], str(run[1]), end],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for run, end in runs.items()
-    }
+    folder = tmp_path / "study"
 
     def read() -> tuple[str, dict[str, tuple[str, int, str]], str | None]:
         status = read_status(folder, str(folder), read_record(StudyRecord, folder), is_running=False)
         runs = {run["run"]: (run["status_text"], run["step"], run["reason"]) for run in status["runs"]}
         return status["state"], runs, status["resume_command"]
 
-    waiting = processes.pop(("b", 0))
-    try:
-        exit_codes = {run: process.wait() for run, process in processes.items()}
-        assert exit_codes == {("a", 0): 0, ("a", 1): 1, ("b", 1): 0}
+    with ExitStack() as stack:
+        ended, failed, waiting = (
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", ATTACHED_SCRIPT, str(tmp_path), *run],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                )
+            )
+            for run in (("a", "0", "ends"), ("a", "1", "raises"), ("b", "0", "waits"))
+        )
+        stack.callback(waiting.kill)
+        assert (ended.wait(), failed.wait()) == (0, 1)
         assert waiting.stdout is not None
         assert "waiting\n" in iter(waiting.stdout.readline, "")
         expected = {
+            "b-s0": ("running", 2, ""),
             "a-s0": ("completed", 4, "trained 4 of 4 steps"),
             "a-s1": ("failed (error)", 2, "RuntimeError: the disk is on fire"),
-            "b-s0": ("running", 1, ""),
-            "b-s1": ("completed", 4, "trained 4 of 4 steps"),
         }
         assert read() == ("running", expected, None)
-    finally:
-        waiting.kill()
-        waiting.wait()
-    expected["b-s0"] = ("interrupted", 1, "the process that ran the study is gone, after step 1")
+    expected["b-s0"] = ("interrupted", 2, "the process that ran the study is gone, after step 2")
     assert read() == ("unfinished", expected, None), "no command continues a run of another trainer"
     study = read_record(StudyRecord, folder)
     assert (study.baseline, study.seeds, study.total_steps) == ("b", (0, 1), 4)
@@ -191,6 +220,12 @@ def test_what_trl_writes_is_the_same_in_its_state_tensorboard_and_wandb(tmp_path
     assert [row.get("val_success") for row in tables[0]] == [None, 0.5, None, 0.5]
     assert tables[0][0]["base_val_success"] == 0.5
     columns = ("step", "val_success", "entropy", "actor_grad_norm", "train_response_tokens", "zero_std_fraction")
+    attached = read_rows(tmp_path / "study/runs/beta=0-s3/metrics.jsonl")
+    origin = {"source", "file", "line"}
+    for row, attached_row in zip(tables[0], attached, strict=True):
+        # When training ends, TRL logs further measurements of the last step.
+        assert {**attached_row, **row} == {**attached_row, **{name: row[name] for name in origin}}
+    assert "train_runtime" in attached[-1]
     for rows, other_rows in pairwise(tables):
         for row, other_row in zip(rows, other_rows, strict=True):
             assert [other_row.get(column) for column in columns] == pytest.approx(
@@ -215,6 +250,27 @@ def test_what_verl_prints_is_what_it_writes_to_a_file(tmp_path: Path) -> None:
     expected = [[step, step / 8, 1 / 3, 0.0, None if step % 2 else step / 16] for step in range(1, 5)]
     for log in (printed, written):
         assert [[row.get(column) for column in columns] for row in translate_rows(log)] == expected
+
+
+@needs_trainers
+def test_a_run_that_verl_writes_is_what_it_writes_to_a_file(tmp_path: Path) -> None:
+    run_dir = tmp_path / "study/runs/kl=0-s3"
+    with pytest.raises(subprocess.CalledProcessError):
+        run_script(VERL_ATTACHED_SCRIPT, tmp_path, 3)
+    history = RunHistory.read(run_dir, 4)
+    assert [row["step"] for row in history.rows] == [1, 2, 3]
+    assert history.status.display_text == "failed (error)"
+    assert history.status.reason == "RuntimeError: the disk is on fire"
+    run_script(VERL_ATTACHED_SCRIPT, tmp_path)
+    history = RunHistory.read(run_dir, 4)
+    assert history.status.status == "completed"
+    columns = ("step", "train_reward", "entropy", "val_success", "base_val_success", "critic/score/mean")
+    rows = translate_rows(read_log(tmp_path / "run.jsonl"))
+    assert [row.get("base_val_success") for row in rows] == [0.25, None, None, None]
+    assert [[row.get(column) for column in columns] for row in history.rows] == [
+        [row.get(column) for column in columns] for row in rows
+    ]
+    assert "staple" not in (run_dir / "run.json").read_text()
 
 
 @needs_trainers
