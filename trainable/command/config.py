@@ -134,7 +134,9 @@ class CommandConfig(BaseRunConfig):
         return {
             f"command.{name} has the field {{{field}}}: choose from {', '.join(sorted(allowed))}": True
             for name, allowed in fields.items()
-            for field in _FIELD.findall(str(getattr(self.command, name)).replace(_FLAGS, "").replace(_OVERRIDES, ""))
+            for field in _FIELD.findall(
+                str(getattr(self.command, name)).replace(_FLAGS, "").replace(_OVERRIDES, "")
+            )
             if field not in allowed
         }
 

@@ -142,7 +142,7 @@ def _find_declaration(folder: Path, record: StudyRecord, own_study: OwnStudy | N
     name, entry = record.name, record.declaration
     if not get_family(record.family).trainable:
         raise PlanError(
-            f"The runs in {folder} were imported from logs of another trainer, so they cannot be continued here: "
+            f"The runs in {folder} are of another trainer, so they cannot be continued here: "
             "`status`, `report`, `explain`, `alarms`, `replay-stoppers` and `compare` read them."
         )
     if entry is not None:

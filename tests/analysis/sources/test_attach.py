@@ -1,6 +1,8 @@
 """Runs whose trainer writes them into the folder of a study itself."""
 
 import csv
+import os
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -173,3 +175,27 @@ def test_what_is_no_run_and_a_folder_of_another_study_are_refused(
     with closing(acquire_lock(tmp_path / "study/runs/a-s1", 0)), pytest.raises(RunLockedError, match="still in use by"):
         AttachedRun(tmp_path / "study", "a", 1, "", {}, "trl", {})
     assert not (tmp_path / "study/study.json").exists()
+
+
+def test_how_a_run_ends_whose_trainer_does_not_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exceptions are those that ended this process, or an earlier cell of its notebook."""
+    monkeypatch.setattr(sys, "last_value", RuntimeError("earlier"), raising=False)
+    for arm, error, expected in (
+        ("a", None, ("interrupted", "interrupted after step 1 of 9")),
+        ("b", KeyboardInterrupt(), ("interrupted", "interrupted after step 1 of 9")),
+        ("c", RuntimeError("now"), ("failed", "RuntimeError: now")),
+    ):
+        run = AttachedRun(tmp_path / "study", arm, 1, "", {}, "trl", {"max_steps": 9})
+        run.log({"reward": 0.5}, 1)
+        run_dir = tmp_path / f"study/runs/{arm}-s1"
+        child = os.fork()
+        if child == 0:
+            attach.end_open_runs()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert RunHistory.read(run_dir, 9).status.status == "running", "a data loader's process ends no run"
+        if error is not None:
+            monkeypatch.setattr(sys, "last_value", error)
+        attach.end_open_runs()
+        status = RunHistory.read(run_dir, 9).status
+        assert (status.status, status.reason) == expected
