@@ -152,11 +152,12 @@ def test_secrets_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_columns_names_a_measurement_as_import_does(tmp_path: Path) -> None:
-    run = AttachedRun(tmp_path / "study", "a", 1, "", {"val_success": "eval_pass"}, "trl", {"max_steps": 1})
-    run.log({"eval_pass": np.float32(0.5), "loss": 1.0}, 1)
+    run = AttachedRun(tmp_path / "study", "a", 1, "", {"val_success": "eval_pass"}, "trl", {"max_steps": 2})
+    for step in (1, 2):
+        run.log({"eval_pass": np.float32(step / 4), "loss": 1.0}, step)
     run.close()
-    (row,) = read_rows(tmp_path / "study/runs/a-s1/metrics.jsonl")
-    assert (row["val_success"], row["eval_pass"]) == (0.5, 0.5)
+    rows = read_rows(tmp_path / "study/runs/a-s1/metrics.jsonl")
+    assert [(row["step"], row["val_success"], row["eval_pass"]) for row in rows] == [(1, 0.25, 0.25), (2, 0.5, 0.5)]
 
 
 def test_what_is_no_run_and_a_folder_of_another_study_are_refused(
