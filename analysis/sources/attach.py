@@ -36,7 +36,8 @@ from trainable.sources.names import parse_name, translate_rows
 VERL_BACKEND = "tune_study"
 """The name of our logger in verl's `trainer.logger`."""
 _OWN_NAMES: Mapping[str, str] = MappingProxyType({})
-_LOCK_SECONDS = 30.0
+_STUDY_SECONDS, _RUN_SECONDS = 60.0, 5.0
+"""How long to wait for other processes that add a run, and for one that trains this run and may be about to end."""
 _SECRET_NAME = re.compile(r"key|token(?!iz)|secret|passw|credential", re.IGNORECASE)
 _SECRET_TEXT = re.compile(
     r"//[^/\s]+@|\b(hf_|sk-|gh[ps]_)\w{8}|(key|token|secret|passw\w*)['\"]?[\s=:,]", re.IGNORECASE
@@ -74,10 +75,10 @@ class AttachedRun:
         if total := find_planned_steps(settings):
             settings["trainer.total_training_steps"] = total
         self._total = total
-        with closing(acquire_lock(make_folder(folder, "runs"), _LOCK_SECONDS)):
+        with closing(acquire_lock(make_folder(folder, "runs"), _STUDY_SECONDS)):
             study, entry = _add_run(folder, arm, seed, baseline, total)
             self._folder = make_folder(folder, "runs", entry.run_id)
-            self._lock = acquire_lock(self._folder, _LOCK_SECONDS)
+            self._lock = acquire_lock(self._folder, _RUN_SECONDS)
             write_record(self._folder, RunRecord(**asdict(entry), config=settings))
             write_record(folder, study)
         earlier = find_record(StatusRecord, self._folder)

@@ -96,6 +96,7 @@ def test_a_resumed_training_continues_its_run(tmp_path: Path) -> None:
     assert len(read_record(StudyRecord, tmp_path / "study").runs) == 1
 
 
+@pytest.mark.long
 def test_the_verdict_is_that_of_the_same_logs_imported(tmp_path: Path) -> None:
     successes = {("b", 1): 0.6, ("b", 2): 0.7, ("b", 3): 0.8, ("a", 1): 0.2, ("a", 2): 0.3, ("a", 3): 0.1}
     for (arm, seed), success in successes.items():
@@ -171,7 +172,7 @@ def test_what_is_no_run_and_a_folder_of_another_study_are_refused(
     with pytest.raises(ValueError, match=f"{folder} has a study that tune_study trains: name another folder"):
         AttachedRun(folder, "a", 1, "", {}, "trl", {})
     assert {**read_files(folder), "runs/.lock": b""} == {**files, "runs/.lock": b""}
-    monkeypatch.setattr(attach, "_LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(attach, "_RUN_SECONDS", 0.0)
     (tmp_path / "study/runs/a-s1").mkdir(parents=True)
     with closing(acquire_lock(tmp_path / "study/runs/a-s1", 0)), pytest.raises(RunLockedError, match="still in use by"):
         AttachedRun(tmp_path / "study", "a", 1, "", {}, "trl", {})

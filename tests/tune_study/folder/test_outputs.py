@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +21,7 @@ from trainable.config.constants import SHIPPED_MODEL, SHIPPED_MODELS
 from trainable.files.json_values import read_object, write_object
 from trainable.runs.history import RunHistory, find_contradiction
 from trainable.runs.records import STATUSES
-from trainable.runs.run_files import is_locked, read_rows
+from trainable.runs.run_files import acquire_lock, is_locked, read_rows
 from trainable.runs.study_record import ENDED_STATUSES, StatusRecord, find_record, read_record, write_record
 from tune_study.folder import statuses as statuses_module
 from tune_study.folder.outputs import check_writable, lock_folder, read_git_state, write_study
@@ -110,6 +110,15 @@ def test_a_run_that_waited_in_vain_has_its_earlier_status_again(tmp_path: Path, 
     assert RunHistory.read(run_dir, spec.steps).status == status  # the driver was killed
     assert statuses.close("the study was interrupted") == ""
     assert find_record(StatusRecord, run_dir) == status
+
+
+@pytest.mark.parametrize(("trial_id", "expected"), [("t1", "interrupted"), ("", "running")])
+def test_only_a_run_without_a_trial_is_running_without_a_driver(tmp_path: Path, trial_id: str, expected: str) -> None:
+    write_record(tmp_path, StatusRecord(tmp_path.name, "running", trial_id=trial_id))
+    append_record(tmp_path / "metrics.jsonl", {"step": 3})
+    with closing(acquire_lock(tmp_path, 0)):
+        assert RunHistory.read(tmp_path, 9).status.status == expected
+    assert RunHistory.read(tmp_path, 9).status.status == "interrupted"
 
 
 def test_a_skipped_run_does_not_wait(tmp_path: Path) -> None:
