@@ -97,7 +97,7 @@ test-beside: setup compile
 		2>&1 | while IFS= read -r line; do echo "[tests] $$line"; done
 
 # The files with such tests; tests/conftest.py refuses them elsewhere. To collect all tests takes 15 seconds per process.
-PROCESS_TESTS := tests/analysis/sources/test_writers.py tests/faults tests/test_benchmarks.py tests/test_docs.py \
+PROCESS_TESTS := tests/trainable/sources/test_writers.py tests/faults tests/test_benchmarks.py tests/test_docs.py \
 	tests/tune_study/commands/reading/test_watch.py \
 	tests/tune_study/commands/test_doctor.py tests/tune_study/placement/test_samplers.py tests/tune_study/studies tests/tune_study/tune
 test-processes: CACHE := -o cache_dir=.pytest_cache/processes
@@ -195,7 +195,7 @@ format: setup
 	$(PYTHON) -m venv .venv-bench
 	$(BENCH)/python -m pip install --quiet --upgrade pip
 	$(BENCH)/python -m pip install --quiet "$(TORCH)"
-	$(BENCH)/python -m pip install --quiet --editable ".[test,bench]"
+	$(BENCH)/python -m pip install --quiet --editable ".[test]"
 	$(BENCH)/python -m pip install --quiet --no-deps verl==0.9.1 tinker-cookbook==0.6.1 chz orjson
 	touch $@
 
@@ -205,7 +205,7 @@ bench: .venv-bench/ready
 
 # The losses and advantages against those of TRL's trainers, and logs that TRL, verl and tinker-cookbook write.
 test-trl: .venv-bench/ready
-	OMP_NUM_THREADS=1 $(BENCH)/python -m pytest tests/trainable/algo/test_trl_oracle.py tests/analysis/sources/test_writers.py
+	OMP_NUM_THREADS=1 $(BENCH)/python -m pytest tests/trainable/algo/test_trl_oracle.py tests/trainable/sources/test_writers.py
 
 bench-engines: .venv-engines/ready
 	OMP_NUM_THREADS=1 $(ENGINES)/python benchmarks/rollout_engines.py

@@ -3,26 +3,24 @@
 Both train frozenlake-tiny from the same weights on the same levels, in the same order and with the same settings, and
 our evaluation judges both on the same validation levels. A trainer of TRL plays single turns, so a level of FrozenLake,
 without slips, is one turn of up to ten moves. Each seed has other training levels. What differs is in `differences`.
-Run, with the extra `bench` installed: python benchmarks/trl_equivalence.py [--seeds 5] [--steps 100]
+Run: python benchmarks/trl_equivalence.py [--seeds 5] [--steps 100]
 """
 
 import json
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
-from datasets import Dataset
 from machine import describe
 from options import make_parser, parse_count
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
-from trl import GRPOConfig, GRPOTrainer
+from transformers import PrinterCallback
 
 from analysis.data.compare import (
     DEFAULT_MARGINS,
@@ -32,47 +30,20 @@ from analysis.data.compare import (
     compare_with_baseline,
 )
 from analysis.stats.noise import fit_noise
-from search_spaces.declaration.presets import PRESETS
-from trainable.config.run_config import RunConfig, apply_overrides
-from trainable.envs.environment import Level
 from trainable.models.load import find_model
 from trainable.ppo.trainer import PPOTrainer
-from trainable.rollout.episode_loop import RolloutRequest
-from trainable.rollout.sampler import Conversation, SampledReply, SamplingParams
 
-SETTINGS: dict[str, object] = {
-    **PRESETS["laptop"].settings,
-    "env.name": "frozenlake",
-    "env.frozenlake.success_rate": 1.0,
-    "model.path": "frozenlake-tiny",
-    "env.max_turn": 1,
-    "env.max_actions_per_turn": 10,
-    "algorithm.adv_estimator": "grpo",
-    # The loss of TRL's loss_type=grpo, whose micro-batch is a mini-batch here.
-    "actor.loss_agg_mode": "seq-mean-token-mean",
-    "actor.ppo_micro_batch_size_per_gpu": 32,
-    # TRL's optimizer leaves biases and norms out of it.
-    "actor.weight_decay": 0.0,
-    "trainer.val_before_train": False,
-    "trainer.test_freq": -1,
-    "trainer.measure_val_kl": False,
-    "trainer.log_val_generations": 0,
-    "env.test_env_groups": 0,
-    # Four rollouts of each of the 512 levels, for less noise.
-    "env.val_group_size": 4,
-}
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
+from trl_frozenlake import SETTINGS, make_grpo_trainer, make_trainer, score_completions
+
+__all__ = ["SETTINGS", "evaluate", "judge", "make_trainer", "score_completions", "train_ours"]
+
 DIFFERENCES = (
     "random numbers of sampling",
     "mini-batches: drawn at random by TRL, stratified by length by ours",
     "added to the std of a group: 1e-4 by TRL, 1e-6 by ours",
     "passes: transformers with TRL, compiled code with ours",
 )
-
-
-def make_trainer(seed: int, steps: int, path: str = "frozenlake-tiny") -> PPOTrainer:
-    """Our trainer of one seed, with the policy at `path`."""
-    changes = {"seed": seed, "trainer.total_training_steps": steps, "model.path": path}
-    return PPOTrainer(apply_overrides(RunConfig(), {**SETTINGS, **changes}))
 
 
 def evaluate(trainer: PPOTrainer, steps: int) -> float:
@@ -89,103 +60,15 @@ def train_ours(seed: int, steps: int) -> float:
     return evaluate(trainer, steps)
 
 
-@dataclass
-class Replay(Conversation):
-    """A sampler whose replies are known: the completions of TRL."""
-
-    replies: list[SampledReply]
-
-    def start_conversation(self, *_: object) -> Conversation:
-        """Start with a reply to each prompt."""
-        return self
-
-    def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
-        """Return the replies of `rows`."""
-        return [self.replies[row] for row in rows]
-
-
-def score_completions(trainer: PPOTrainer, levels: Sequence[Level], completion_ids: Sequence[list[int]]) -> list[float]:
-    """Scores of one completion per level, played by our environment."""
-    zeros = np.zeros(trainer.config.rollout.response_length, dtype=np.float32)
-    replies = [
-        SampledReply(np.array(ids), zeros[: len(ids)], zeros[: len(ids)], ids[-1] == trainer.stop_token)
-        for ids in completion_ids
-    ]
-    params = SamplingParams(1.0, trainer.config.rollout.response_length, trainer.stop_token)
-    rng = np.random.default_rng(0)  # nothing is left to chance: replies are known, and there are no slips
-    episodes = trainer.player.roll_out(RolloutRequest(levels, 1, Replay(replies), params, rng, rng))
-    return [episode.score for episode in episodes]
-
-
-def make_dataset(trainer: PPOTrainer, tokenizer: AutoTokenizer, levels: Sequence[Level]) -> Dataset:
-    """The prompts of `levels`, from which TRL must make the tokens that ours has, and their indices."""
-    prompt_ids = [trainer.player.encode_first_turn(level) for level in levels]
-    texts = tokenizer.batch_decode(prompt_ids)
-    assert tokenizer(texts)["input_ids"] == prompt_ids
-    return Dataset.from_dict({"prompt": texts, "level": range(len(levels))})
-
-
 def train_with_trl(seed: int, steps: int, folder: str) -> float:
     """Success after training with TRL, which writes its files into `folder`."""
     ours = make_trainer(seed, steps)
-    config, levels = ours.config, list(chain(*ours.levels))
-    actor, rows = config.actor, config.env.env_groups * config.env.group_size
-    mini_batches = rows // actor.ppo_mini_batch_size
-    args = GRPOConfig(
-        output_dir=folder,
-        seed=seed,
-        use_cpu=True,
-        bf16=False,
-        fp16=False,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=actor.ppo_mini_batch_size,
-        gradient_accumulation_steps=1,
-        num_generations=config.env.group_size,
-        steps_per_generation=mini_batches,
-        num_iterations=actor.ppo_epochs,
-        max_steps=steps * mini_batches * actor.ppo_epochs,
-        max_completion_length=config.rollout.response_length,
-        temperature=config.rollout.temperature,
-        top_p=1.0,
-        top_k=0,
-        loss_type="grpo",
-        scale_rewards="group",
-        beta=0.0,
-        epsilon=actor.clip_ratio_low,
-        epsilon_high=actor.clip_ratio_high,
-        delta=actor.clip_ratio_c,
-        optim="adamw_torch",
-        learning_rate=actor.lr,
-        lr_scheduler_type="constant",
-        adam_beta1=actor.betas[0],
-        adam_beta2=actor.betas[1],
-        weight_decay=actor.weight_decay,
-        max_grad_norm=actor.grad_clip,
-        shuffle_dataset=False,
-        report_to="none",
-        save_strategy="no",
-        logging_steps=10_000,
-        disable_tqdm=True,
-    )
-    base = find_model(config.model.path)
-    tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
-    assert tokenizer.eos_token_id == ours.stop_token
-
-    def compute_rewards(completion_ids: list[list[int]], level: list[int], **_: object) -> list[float]:
-        return score_completions(ours, [levels[index] for index in level], completion_ids)
-
-    trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
-        reward_funcs=compute_rewards,
-        args=args,
-        train_dataset=make_dataset(ours, tokenizer, levels),
-        processing_class=tokenizer,
-    )
+    trainer = make_grpo_trainer(ours, folder, save_strategy="no", logging_steps=10_000)
     trainer.remove_callback(PrinterCallback)  # it prints to stdout, which is for the JSON object
     trainer.train()
-    shutil.copytree(base, folder, dirs_exist_ok=True)
+    shutil.copytree(find_model(ours.config.model.path), folder, dirs_exist_ok=True)
     trainer.model.save_pretrained(folder)
-    return evaluate(make_trainer(seed, steps, folder), steps)
+    return evaluate(make_trainer(seed, steps, model__path=folder), steps)
 
 
 def judge(ours: Sequence[float], trl: Sequence[float]) -> dict[str, object]:

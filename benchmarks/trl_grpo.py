@@ -4,7 +4,7 @@ One batch is 8 prompts of exactly 100 tokens x 16 completions of exactly 45 toke
 on in 4 optimizer steps of 32 rows, so 18,560 tokens pass through the model in training. Both use sokoban-tiny in
 float32 on one thread, without KL; ours runs in compiled code, as with the preset laptop, and in torch. Otherwise TRL
 has its defaults, except for gradient checkpointing and bf16, which are slower here. Assertions check the lengths.
-Run, with the extra `bench` installed: python benchmarks/trl_grpo.py [--repetitions 6]
+Run: python benchmarks/trl_grpo.py [--repetitions 6]
 """
 
 import json

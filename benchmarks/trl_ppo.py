@@ -2,7 +2,7 @@
 
 TRL had PPO up to version 1.12.0, as an experiment. Rewards come from our environment, which plays the sampled replies,
 and both critics start from the same weights, but for a bias that TRL lacks. Neither clips gradients, as TRL does not.
-Run, in an environment with the extra `bench` and trl==1.12.0: python benchmarks/trl_ppo.py [--seeds 5] [--steps 60]
+Run, in an environment with trl==1.12.0: python benchmarks/trl_ppo.py [--seeds 5] [--steps 60]
 """
 
 import contextlib

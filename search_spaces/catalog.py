@@ -2,6 +2,7 @@
 
 import importlib
 from itertools import chain
+from pkgutil import resolve_name
 
 from search_spaces.declaration.study import Study
 from search_spaces.language_model import (
@@ -42,6 +43,21 @@ STUDIES: dict[str, Study] = {
         *chain.from_iterable(module.STUDIES for module in _SANDBOX_MODULES),
     )
 }
+
+
+TRAINERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "ragen": ("search_spaces.ragen:make_ragen_study", (kl.STUDY.name, top_p.STUDY.name))
+}
+"""For each other trainer, the function, as "module:NAME", that makes its study of one of ours, and their names."""
+
+
+def get_declaration(name: str) -> Study | None:
+    """Get a study of this package by its name, which for another trainer is like kl-ragen; None if there is none."""
+    stem, _, trainer = name.rpartition("-")
+    if trainer in TRAINERS and stem in TRAINERS[trainer][1]:
+        study: Study = resolve_name(TRAINERS[trainer][0])(STUDIES[stem])
+        return study
+    return STUDIES.get(name)
 
 
 SUITES: dict[str, tuple[str, ...]] = {}

@@ -31,6 +31,7 @@ COMMAND = replace(
     get_environment=lambda settings: "",
     estimate_bytes=lambda config, parameters: (_STATE_BYTES, _ROW_BYTES),
     estimate_step_seconds=lambda config: None,
+    format_command=lambda config: config.format_command(),
     explain_obstacle=lambda config: config.explain_obstacle(),
     progress_columns=(
         DisplayColumn("val_success", "success", ".3f", fallback_column="base_val_success"),

@@ -22,6 +22,8 @@ SANDBOXES = ("update_rules", "distillation", "vector_rewards", "pedagogy", "tree
 STANDARD_MODULES = set(sys.stdlib_module_names)
 MAX_MODULES = 14
 """Modules that a folder may hold: as many as one sees at a glance."""
+MAX_FORMAT_LINES = 120
+"""Lines of a module that reads a format of logs: who knows the format checks it at one sitting."""
 
 LAYERS: dict[str, tuple[str, ...]] = {
     # Train: from the folders that import nothing to those that import all others.
@@ -29,6 +31,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "trainable.config": ("trainable.files", "trainable.algo.names"),
     "trainable.algo": (),
     "trainable.runs": ("trainable.config", "trainable.files"),
+    "trainable.sources": ("trainable.files", "trainable.runs.records"),
+    "trainable.command": ("trainable.config", "trainable.files", "trainable.runs", "trainable.sources"),
+    "trainable.command.trial": ("trainable",),
     "trainable.envs": ("trainable.config", "trainable.files"),
     "trainable.envs.sokoban": ("trainable.config", "trainable.envs"),
     "trainable.envs.games": ("trainable.config", "trainable.envs", "trainable.envs.sokoban"),
@@ -104,7 +109,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "trainable.runs.records",
         "trainable.runs.study_record",
     ),
-    "search_spaces": ("search_spaces", "trainable.families"),
+    "search_spaces": ("search_spaces", "trainable.command.config", "trainable.families"),
     # Read: of `trainable` only the names and types of rows, how files are written, and the thresholds of stop rules.
     "analysis": (
         "analysis",
@@ -121,6 +126,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "trainable.runs.study_record",
         "trainable.runs.run_files",
         "trainable.runs.stop_rules",
+        "trainable.sources",
     ),
     # Writes runs.
     "analysis.sources.attach": (
@@ -215,6 +221,7 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
         "pandas",
     ),
     "sandboxes.toys.report": ("numpy", "pandas", "altair"),
+    "trainable.command.config": ("pydantic",),
     "trainable.trial": ("ray", "pyarrow"),
     "trainable.uploads": ("pyarrow",),
     "search_spaces": (),
@@ -230,6 +237,7 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "analysis.gradients.files": ("altair", "pandas"),
     "analysis.notebook": ("altair", "pandas"),
     "trainable.sources.event_files": ("tensorboardX", "google"),
+    "trainable.sources.tf_records": ("numpy",),
     "trainable.sources.wandb_files": ("wandb",),
     "analysis.report": ("altair", "jinja2", "markupsafe", "numpy", "pandas"),
     # tensorboardX is Ray Tune's.
@@ -356,6 +364,14 @@ def test_layers_name_only_existing_modules() -> None:
 def test_no_folder_has_too_many_modules() -> None:
     counts = Counter(get_folder(name) for name in MODULES if name not in FOLDERS)
     assert {folder: count for folder, count in counts.items() if count > MAX_MODULES} == {}
+
+
+def test_a_format_of_logs_has_a_short_module() -> None:
+    shared = {f"trainable.sources.{name}" for name in ("reading", "log_files", "logs", "names")}
+    formats = {name: path for name, path in MODULES.items() if get_folder(name) == "trainable.sources"}
+    assert shared < formats.keys()
+    lengths = {name: path.read_text().count("\n") for name, path in formats.items() if name not in shared}
+    assert {name: length for name, length in lengths.items() if length > MAX_FORMAT_LINES} == {}
 
 
 def test_module_imports_have_no_cycle() -> None:

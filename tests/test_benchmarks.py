@@ -51,11 +51,9 @@ SHORT: dict[str, tuple[str, ...]] = {
 
 REQUIRED_PACKAGES = {
     "rollout_engines.py": "vllm",
-    "trl_equivalence.py": "trl",
-    "trl_grpo.py": "trl",
     "trl_ppo.py": "trl.experimental.ppo",
 }
-"""Modules that only some environments have: `make bench` and `make bench-engines` install all but the last one."""
+"""Modules that only some environments have: `make bench-engines` installs the first."""
 
 ALLOWED_WARNINGS = {
     # TRL uses names that transformers has deprecated.
@@ -75,6 +73,8 @@ SLOW_SCRIPTS = (
     "packing.py",
     "ppo_step.py",
     "rollout.py",
+    "trl_equivalence.py",
+    "trl_grpo.py",
     "update_rules.py",
 )
 """Benchmarks that take longer than four seconds even with short options."""

@@ -151,6 +151,8 @@ class Family:
     estimate_step_seconds: Callable[[Any], float | None] | None = None
     """Called with a configuration. Returns the measured seconds of a training step of one run on one core, including
     evaluations, or None for a task that was not measured. None if the model determines it."""
+    format_command: Callable[[Any], str] = lambda config: ""
+    """Called with a configuration. Returns the command that trains a run, for the plan; empty if no command does."""
     explain_obstacle: Callable[[Any], str] = lambda config: ""
     """Called with a configuration. Returns in a sentence why a run cannot start on this machine; empty if it can."""
     has_batched_seeds: bool = False
@@ -171,7 +173,7 @@ class Family:
 
     @property
     def is_fine_tuning(self) -> bool:
-        """Whether this project's trainer fine-tunes the language model of `get_model_path`, on GPUs if there are any."""
+        """Whether our trainer fine-tunes the language model of `get_model_path`, on GPUs if there are any."""
         return issubclass(self.config_class, RunConfig)
 
     def make_game_settings(self, game: str, preset: str) -> dict[str, object]:

@@ -1,5 +1,7 @@
 """Turn logs of other trainers into a study folder: which run is which arm and seed, and the files of each."""
 
+import csv
+import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -7,10 +9,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from analysis.sources.trl_completions import read_completions
 from trainable.files.json_lines import write_lines
 from trainable.files.json_values import write_object
+from trainable.files.paths import read_bytes
 from trainable.runs.history import describe_end
-from trainable.runs.run_files import METRICS_FILE
+from trainable.runs.run_files import EPISODES_FILE, METRICS_FILE
 from trainable.runs.study_record import (
     RUN_FILE,
     SCHEMA,
@@ -22,8 +26,9 @@ from trainable.runs.study_record import (
     StatusRecord,
     StudyRecord,
 )
-from trainable.sources.logs import SEED_KEY, LogError, RunLog
+from trainable.sources.logs import SEED_KEY, LogError, Roles, RunLog
 from trainable.sources.names import Name, translate_rows
+from trainable.sources.reading import read_runs
 
 _MAX_LISTED = 12
 """Maximum number of settings or values that a message lists."""
@@ -53,6 +58,55 @@ class RunNames(NamedTuple):
     notes: list[str]
 
 
+def read_runs_file(path: Path, charts: Sequence[RunLog], roles: Roles) -> tuple[list[RunLog], RunNames]:
+    """Read a CSV file with the columns log, arm and seed, and the logs in it. Return these, and the names of the runs.
+
+    Logs are paths relative to the folder of the file, or the names of runs in `charts`, if there are some. Raises
+    LogError if a cell is missing, a seed is no whole number, or a run or a log occurs twice.
+    """
+    try:
+        text = io.StringIO(read_bytes(path).decode("utf-8-sig"), newline="")
+        reader = csv.DictReader(text, restval="", skipinitialspace=True)
+        columns = reader.fieldnames or ()
+        rows = [
+            (reader.line_num, {name: row.get(name, "").strip() for name in ("log", "arm", "seed")}) for row in reader
+        ]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise LogError(f"{path} cannot be read: {error}.") from None
+    if not rows or not {"log", "arm", "seed"} <= set(columns):
+        raise LogError(
+            f"{path} has the columns {', '.join(columns) or 'of an empty file'}, and {len(rows)} rows: it needs the "
+            "columns log, arm and seed, and a row per run."
+        )
+    logs: list[RunLog] = []
+    pairs: list[tuple[str, int]] = []
+    for line, row in rows:
+        if not (row["log"] and row["arm"] and re.fullmatch(r"\d{1,9}", row["seed"])):
+            raise LogError(f"{path}, line {line}: log, arm, and a seed that is a whole number from 0 are needed.")
+        place = f"{path}, line {line}: {row['log']}"
+        if charts:
+            row_logs = [chart for chart in charts if chart.run == row["log"]]
+        else:
+            row_logs = read_runs([path.parent / row["log"]], roles)
+        names = ", ".join(chart.run for chart in charts or row_logs)
+        if not row_logs:
+            raise LogError(f"{place} is no run of the charts: their runs are {names}.")
+        if len(row_logs) > 1 and row_logs[0].run:
+            raise LogError(f"{place} is a chart of {names}: type it beside --runs, and give a row to each of these.")
+        if len(row_logs) > 1:
+            raise LogError(
+                f"{place} has {len(row_logs)} runs. Give a row to each; a table that names seeds needs no --runs."
+            )
+        pair = (row["arm"], int(row["seed"]))
+        if pair in pairs:
+            raise LogError(f"{path}, line {line}: arm {pair[0]} with seed {pair[1]} occurs twice.")
+        if any((log.path, log.run) == (row_logs[0].path, row_logs[0].run) for log in logs):
+            raise LogError(f"{place} occurs twice, and each run has one row.")
+        logs += row_logs
+        pairs.append(pair)
+    return logs, RunNames("", pairs, [])
+
+
 def name_runs(logs: Sequence[RunLog], arm_keys: Sequence[str] = (), seed_key: str | None = None) -> RunNames:
     """Find arm and seed of each log from the settings that it printed.
 
@@ -69,11 +123,13 @@ def name_runs(logs: Sequence[RunLog], arm_keys: Sequence[str] = (), seed_key: st
             raise LogError(
                 f"No log has the setting {key}: those that differ between the logs are {_list_keys(differing)}."
             )
-    silent_logs = [str(log.path) for log in logs if not log.settings]
+    silent_logs = [log for log in logs if not log.settings]
     if silent_logs and len(logs) > 1:
+        charted_runs = [log.run for log in silent_logs if log.run]
+        place = f", beside the charts, with a row per run: {_list_keys(charted_runs)}" if charted_runs else ""
         raise LogError(
-            f"Arms and seeds are read from the settings that a log prints, and {silent_logs[0]} prints none: type "
-            "--runs FILE, a CSV file with the columns log, arm and seed."
+            f"Arms and seeds are read from the settings that a log prints, and {silent_logs[0].path} prints none: type "
+            f"--runs FILE, a CSV file with the columns log, arm and seed{place}."
         )
     seed_keys = [seed_key] if seed_key else [key for key in differing if SEED_KEY.search(key)]
     if len(_group_by_partition(logs, seed_keys)) > 1:
@@ -195,6 +251,8 @@ def _write_run(run_dir: Path, entry: RunEntry, log: RunLog, rows: list[dict[str,
     run_dir.mkdir(parents=True)
     settings = {**log.settings, "trainer.total_training_steps": total}
     write_lines(run_dir / METRICS_FILE, rows)
+    if log.completions:
+        write_lines(run_dir / EPISODES_FILE, (episode.to_line() for episode in read_completions(log)))
     end = describe_end(rows, total)
     reason = f"its log ends at step {rows[-1]['step']} of {total}" if end.status == "interrupted" else end.reason
     write_object(run_dir / STATUS_FILE, _to_json(StatusRecord(entry.run_id, end.status, reason)))

@@ -1,7 +1,6 @@
 """The configuration of a run whose trainer is a command of yours, and the words of that command."""
 
 import re
-import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, create_model
 
 from trainable.config.base_config import EXECUTION_SETTINGS, BaseRunConfig, BaseTrainerConfig, SettingsSection
+from trainable.config.command_lines import quote_argument, split_words
 from trainable.config.sections import EarlyStopConfig
 from trainable.config.setting_types import (
     Common,
@@ -31,9 +31,13 @@ CONSOLE = "{console}"
 """The value of `command.logs` for commands that print their measurements."""
 
 _FIELD = re.compile(r"\{([\w.+~/@-]+)\}")
+_SEED_FIELD = re.compile(r"\{seed\*(\d+)\+(\d+)\}")
 _FLAGS, _OVERRIDES = "{flags}", "{overrides}"
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.IGNORECASE)
-_RUN_FIELDS = ("seed", "steps", "output", "console", "gpus", "cpus", "settings_file")
+_HYDRA_WORD = re.compile(r"[\w./:+-]+", re.ASCII)
+"""A value that Hydra reads as it is, without quotes."""
+_PLACES = ("output", "console", "settings_file", "run", "attempt", "gpu_ids")
+_RUN_FIELDS = ("seed", "steps", "gpus", "cpus", *_PLACES)
 _CHECKPOINT_FIELDS = ("checkpoint", "step")
 
 
@@ -134,9 +138,7 @@ class CommandConfig(BaseRunConfig):
         return {
             f"command.{name} has the field {{{field}}}: choose from {', '.join(sorted(allowed))}": True
             for name, allowed in fields.items()
-            for field in _FIELD.findall(
-                str(getattr(self.command, name)).replace(_FLAGS, "").replace(_OVERRIDES, "")
-            )
+            for field in _FIELD.findall(str(getattr(self.command, name)).replace(_FLAGS, "").replace(_OVERRIDES, ""))
             if field not in allowed
         }
 
@@ -150,29 +152,40 @@ class CommandConfig(BaseRunConfig):
         """Split a template into words, as a shell does, and fill in the fields of each.
 
         {NAME} is the value of your setting NAME. {flags} stands for those that the template does not name, each as
-        `--NAME VALUE`, and {overrides} for the same as `NAME=VALUE`. {seed}, {steps}, {gpus} and {cpus} are numbers of
-        the run. fields: further ones: {output}, a folder of the run, {console}, the file with what the command prints,
-        {settings_file}, a JSON file with your settings, and to continue, {checkpoint} and {step}.
+        `--NAME VALUE`, and {overrides} for the same as `NAME=VALUE`, with the quotes that Hydra needs. {seed}, {steps},
+        {gpus} and {cpus} are numbers of the run, and {seed*10+3} is ten times the seed, plus 3. fields: further ones:
+        {output}, a folder of the run, {run}, its name, {gpu_ids}, its GPUs such as 0,1, {attempt}, the number of the
+        start, {console}, the file with what the command prints, {settings_file}, a JSON file with your settings, and
+        to continue, {checkpoint} and {step}.
         """
-        settings = self.settings
-        trainer = self.trainer
-        numbers = {"seed": self.seed, "steps": trainer.total_training_steps, "cpus": trainer.num_cpus}
-        values = {**settings, **numbers, "gpus": f"{trainer.n_gpus_per_node:g}", **fields}
         named = _FIELD.findall(template)
-        others = {name: value for name, value in settings.items() if name not in named and value is not None}
+        others = {name: value for name, value in self.settings.items() if name not in named and value is not None}
         words: list[str] = []
-        for word in shlex.split(template):
+        for word in split_words(template):
             if word == _FLAGS:
                 words += [text for name, value in others.items() for text in (f"--{name}", format_argument(value))]
             elif word == _OVERRIDES:
-                words += [f"{name}={format_argument(value)}" for name, value in others.items()]
+                words += [f"{name}={_quote_for_hydra(format_argument(value))}" for name, value in others.items()]
             else:
-                words.append(_FIELD.sub(lambda match: format_argument(values[match[1]]), word))
+                words.append(self.fill_word(word, fields))
         return words
+
+    def fill_word(self, word: str, fields: Mapping[str, object]) -> str:
+        """Fill in the fields of one word, see `fill_words`."""
+        trainer = self.trainer
+        numbers = {"seed": self.seed, "steps": trainer.total_training_steps, "cpus": trainer.num_cpus}
+        values = {**self.settings, **numbers, "gpus": f"{trainer.n_gpus_per_node:g}", **fields}
+        word = _SEED_FIELD.sub(lambda match: str(self.seed * int(match[1]) + int(match[2])), word)
+        return _FIELD.sub(lambda match: format_argument(values[match[1]]), word)
+
+    def format_command(self) -> str:
+        """Format the command as it would be typed, with {output} and other folders of the run as they are."""
+        places = {name: f"{{{name}}}" for name in _PLACES}
+        return " ".join(map(quote_argument, self.fill_words(self.command.run, places)))
 
     def explain_obstacle(self) -> str:
         """Explain in a sentence why the command cannot start on this machine; empty if it can."""
-        program = next(iter(shlex.split(self.command.run)), "")
+        program = next(iter(split_words(self.command.run)), "")
         folder = Path(self.command.folder)
         if not folder.is_dir():
             return f"command.folder={folder} is no folder of this machine: correct it in the file of the study."
@@ -187,6 +200,11 @@ class CommandConfig(BaseRunConfig):
 def format_argument(value: object) -> str:
     """Format a value as a word of a command line: `1e-06`, `True`, `null`."""
     return "null" if value is None else str(value)
+
+
+def _quote_for_hydra(text: str) -> str:
+    """Quote a value for Hydra, unless it is a word or a list, as it is typed there."""
+    return text if _HYDRA_WORD.fullmatch(text) or text.startswith("[") else "'" + text.replace("'", r"\'") + "'"
 
 
 def make_config_class(settings: Mapping[str, Value], varied: Mapping[str, Sequence[str]]) -> type[CommandConfig]:

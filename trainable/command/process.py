@@ -1,9 +1,11 @@
 """The process of a command: started with its own session, watched, and ended with all that it started."""
 
+import ctypes
 import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,10 +13,21 @@ from pathlib import Path
 from trainable.runs.orphans import MARK_ENV, terminate_orphans
 
 _RAY_PREFIX = "RAY_"
-"""Variables of the study's Ray. A command that starts Ray, as verl does, must not join it: its workers would wait for
-the CPUs and GPUs that the run itself holds."""
+_OWN_RAY: Mapping[str, str] = {"RAY_ADDRESS": "local"}
+"""A command that starts Ray, as verl does, must not join the study's, whose variables have this prefix: its workers
+would wait for the CPUs and GPUs that the run itself holds. Without an address it would join one that `ray start` has
+started."""
 _TAIL_BYTES = 16_384
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.IGNORECASE)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    """Ask Linux, in the process that becomes the command, for SIGTERM when the process of the run dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class CommandError(Exception):
@@ -37,11 +50,12 @@ class CommandProcess:
             self._process = subprocess.Popen(
                 words,
                 cwd=folder,
-                env={**environment, **variables},
+                env={**environment, **_OWN_RAY, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
 
     @property

@@ -1,9 +1,12 @@
 """Train a run with a command: start it, and report the rows of its logs as the steps of the run."""
 
 import glob
+import json
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from trainable.command.config import CONSOLE, CommandConfig
 from trainable.command.process import CommandError, CommandProcess
 from trainable.command.tail import LogTail
 from trainable.config.run_config import apply_overrides
-from trainable.files.json_values import write_object
+from trainable.files.paths import write_text
 from trainable.files.step_phase import STEP_PHASE
 from trainable.runs.run import LinesByFile, TrainerState
 from trainable.runs.run_files import Row
@@ -41,7 +44,10 @@ class CommandTrainer:
         self._folder, self._output = folder, folder / "output"
         self._checkpoint = ""
         self._process: CommandProcess | None = None
+        self._tail: LogTail | None = None
+        self._row_time = self._seconds = 0.0
         self._rows: list[dict[str, Any]] = []
+        self._interval = 1
 
     def step(self, before_update: Callable[[], None] = lambda: None) -> StepResult:
         """Wait for the next row of the logs, for a few seconds. The result has none if there was none.
@@ -56,59 +62,68 @@ class CommandTrainer:
             if time.monotonic() > deadline:
                 return StepResult()
             time.sleep(_POLL_SECONDS)
-        self.step_index = row["step"]
-        return StepResult({self._seed: row})
+        now = time.monotonic()
+        self._seconds += now - self._row_time
+        self._row_time, self.step_index = now, row["step"]
+        return StepResult({self._seed: {**row, "seconds_total": self._seconds}})
 
     def _take_row(self) -> Row | None:
         """Take the next complete row, or the row that ends the run; None if there is none yet."""
         assert self._process is not None
+        assert self._tail is not None
         total = self._config.trainer.total_training_steps
         exit_code = self._process.exit_code  # before reading, so that all rows of an ended command are read
         rows = self._tail.read(at_once=exit_code is not None)
-        self._rows = self._rows if rows is None else rows
-        new_rows = [row for row in self._rows if row["step"] > self.step_index]
-        if new_rows and new_rows[0]["step"] <= total and (len(new_rows) > 1 or exit_code is not None):
-            return new_rows[0]
+        if rows is not None:
+            self._rows = [row for row in rows if row["step"] > self.step_index]
+            self._interval = max((later["step"] - row["step"] for row, later in pairwise(rows)), default=1)
+        is_complete = len(self._rows) > 1 or exit_code is not None
+        if self._rows and self._rows[0]["step"] <= total and is_complete:
+            return self._rows.pop(0)
         # The log has no row of the last step itself: the row that ends the run has no measurements.
-        if new_rows and new_rows[0]["step"] > total:
+        if self._rows and self._rows[0]["step"] > total:
             return {"step": total}
         if exit_code is None:
             return None
         if exit_code != 0:
             raise self._process.explain_end(self._config.command.retry)
-        interval = max((later["step"] - row["step"] for row, later in pairwise(self._rows)), default=0)
-        if total - self.step_index < max(interval, 1):
+        if 0 < total - self.step_index < self._interval:
             return {"step": total}
-        reason = self._tail.problem if not self._rows else f"set trainer.total_training_steps={self.step_index} if"
-        reason += "" if not self._rows else " this is its length"
-        raise CommandError(f"the command ended with exit code 0 after step {self.step_index} of {total}: {reason}")
+        end = f"the command ended with exit code 0 after step {self.step_index} of {total}"
+        if not self.step_index:
+            raise CommandError(f"{end}: {self._tail.problem}")
+        raise CommandError(f"{end}: if this is its length, set trainer.total_training_steps={self.step_index}")
 
     def _start(self) -> None:
         command, config = self._config.command, self._config
         self._output.mkdir(parents=True, exist_ok=True)
         settings_file = self._output / "settings.json"
-        write_object(settings_file, _nest(config.settings))
-        starts = len(list(self._folder.glob("console_*.log")))
+        write_text(settings_file, json.dumps(_nest(config.settings), indent=1))
+        attempt = len(list(self._folder.glob("console_*.log"))) + 1
+        console = self._folder / f"console_{attempt}.log"
         fields = {
             "output": self._output,
-            "console": self._folder / f"console_{starts + 1}.log",
+            "console": console,
             "settings_file": settings_file,
+            "run": self._folder.name,
+            "attempt": attempt,
+            "gpu_ids": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
             "checkpoint": self._checkpoint,
             "step": self.step_index,
         }
         words = config.fill_words(command.run, fields)
         if self._checkpoint and _STEP_FIELD in command.checkpoints:
             words += config.fill_words(command.resume, fields)
-        variables = [config.fill_words(f"'{assignment}'", fields)[0] for assignment in command.environment]
-        pattern = str(fields["console"])
+        variables = [config.fill_word(assignment, fields) for assignment in command.environment]
+        pattern = glob.escape(str(console))
         if command.logs != CONSOLE:
             escaped = {name: glob.escape(str(value)) for name, value in fields.items()}
-            (pattern,) = config.fill_words(f"'{command.logs}'", escaped)
+            pattern = config.fill_word(command.logs, escaped)
         names = [parse_name(*assignment.split("=", 1)) for assignment in command.columns]
         self._tail = LogTail(pattern, names)
-        self._rows = []
         environment = dict(variable.split("=", 1) for variable in variables)
-        self._process = CommandProcess(words, command.folder, environment, Path(fields["console"]))
+        self._row_time = time.monotonic()
+        self._process = CommandProcess(words, command.folder, environment, console)
 
     def evaluate_final(self, seed: int, row: Row) -> tuple[Row, LinesByFile]:
         """Return the last row as it is: the command has made its own evaluations."""
@@ -116,7 +131,8 @@ class CommandTrainer:
 
     def get_state(self, seed: int) -> TrainerState:
         """Return the step, and the folder of the command, in which its checkpoints are."""
-        return TrainerState({}, {"step": self.step_index, "output": str(self._output)})
+        values = {"step": self.step_index, "output": str(self._output), "seconds": self._seconds}
+        return TrainerState({}, values)
 
     def load_states(self, states: Sequence[TrainerState]) -> None:
         """Continue from the newest checkpoint of the command that is not after the step of the state.
@@ -124,6 +140,7 @@ class CommandTrainer:
         Without one, the command starts from the beginning.
         """
         (state,) = states
+        self._seconds = float(state.values["seconds"])
         template, step = self._config.command.checkpoints, int(state.values["step"])
         if not template:
             return
@@ -170,4 +187,6 @@ def _decide(rows: Sequence[Row], config: CommandConfig, rules: Sequence[str]) ->
     return evaluate_stop_rules(rows, config.early_stop, (*rules, ALARM))
 
 
-TRAINER = TrainerFamily(CommandTrainer, _decide, best_column="val_success")
+def make_family(folder: Path) -> TrainerFamily:
+    """Make the parts of a run whose command writes below a folder."""
+    return TrainerFamily(partial(CommandTrainer, folder=folder), _decide, best_column="val_success")

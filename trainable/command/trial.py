@@ -1,8 +1,6 @@
 """The Trainable of commands, in a separate module because it imports Ray."""
 
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -30,7 +28,7 @@ class Command(PPO):
         tune.Tuner(Command, param_space=param_space).fit()
     """
 
-    family, config_class = "trainable.command.trainer:TRAINER", CommandConfig
+    family, config_class = "trainable.command.trainer:make_family", CommandConfig
 
     @classmethod
     def get_config_class(cls, settings: Mapping[str, Any]) -> type[BaseRunConfig]:
@@ -41,6 +39,5 @@ class Command(PPO):
 
     def load_family(self) -> "TrainerFamily":
         """See `PPO`: commands write below the folder of the run's saved checkpoints."""
-        family: TrainerFamily = resolve_name(self.family)
-        folder = Path(self._runs[0]["checkpoint_dir"])
-        return replace(family, make_trainer=partial(family.make_trainer, folder=folder))
+        family: TrainerFamily = resolve_name(self.family)(Path(self._runs[0]["checkpoint_dir"]))
+        return family

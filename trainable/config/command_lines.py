@@ -24,6 +24,11 @@ def format_command(*arguments: str | Path, program: str = PROGRAM) -> str:
     return " ".join([program, *map(quote_argument, texts)])
 
 
+def split_words(text: str) -> list[str]:
+    """Split a text into words, as a shell does. Raises ValueError for a quote without an end."""
+    return shlex.split(text)
+
+
 def quote_argument(text: str) -> str:
     """Quote one word of a command for a shell.
 

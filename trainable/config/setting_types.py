@@ -35,8 +35,9 @@ class Outside:
     """Marks a setting that names something outside of a study's folder, with its kind.
 
     host: an address that is contacted. variable: an environment variable. file: a local file or folder. model: a local
-    folder, or a name that is looked up in the local cache of the hub. program: what is executed, and where it writes. If a study's folder comes from somebody else, its
-    values of such settings are ignored: see `tune_study.folder.origin`.
+    folder, or a name that is looked up in the local cache of the hub. program: what is executed, and where it writes.
+    If a study's folder comes from somebody else, its values of such settings are ignored
+    (`tune_study.folder.origin`).
     """
 
     kind: OutsideKind

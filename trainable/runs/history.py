@@ -133,7 +133,8 @@ def find_collapse(validations: Iterable[tuple[float, float, float]], stop_step: 
         noise = median_noise
         if not math.isnan(episodes):
             noise = math.sqrt(max(0.0, 2 * maximum * (1 - maximum) / episodes))
-        is_below = success < maximum / 2 and maximum - success > 2 * noise
+        # A maximum of 0 or less, as of a loss with its sign changed, has no half.
+        is_below = maximum > 0 and success < maximum / 2 and maximum - success > 2 * noise
         if is_below and was_below:
             return min(float(step), stop_step)
         was_below = is_below

@@ -10,9 +10,8 @@ from typing import Any
 
 from trainable.files.paths import read_bytes
 from trainable.sources.logs import STEP_KEYS, RunLog, flatten, make_log
+from trainable.sources.tf_records import CHECKSUM_BYTES, HEADER_BYTES, find_records
 
-_LENGTH = struct.Struct("<QI")
-_CHECKSUM_BYTES = 4
 _SCALAR_FORMATS = {1: "<f", 2: "<d"}
 """DataType of TensorFlow -> format of a number."""
 
@@ -25,22 +24,22 @@ def read_event_files(files: Sequence[tuple[Path, bytes]]) -> RunLog | None:
     writes, and hyper-parameters are settings.
     """
     # The first record of such a file is its version.
-    if not files[0][1][_LENGTH.size + 9 : _LENGTH.size + 24].startswith(b"\x1a\x0dbrain.Event:"):
+    if not files[0][1][HEADER_BYTES + 9 : HEADER_BYTES + 24].startswith(b"\x1a\x0dbrain.Event:"):
         return None
     notes: list[str] = []
     settings: dict[str, Any] = {}
     scalars: list[tuple[float, int, str, float]] = []
     for path, content in files:
-        position = 0
-        for position, event in _iter_events(content):  # noqa: B007
+        end = 0
+        for end, event in _iter_events(content):  # noqa: B007
             for value in event.summary.value:
                 number = _read_scalar(value)
                 if number is not None:
                     scalars.append((event.wall_time, event.step, value.tag, number))
                 else:
                     settings |= _read_settings(value)
-        if position < len(content):
-            notes.append(f"{path} is not whole after byte {position}, as of a killed run: the rest was not read.")
+        if end < len(content):
+            notes.append(f"{path} is cut or damaged after byte {end}: the rest was not read.")
     scalars.sort(key=itemgetter(0))
     # slime's tags have steps of three counters, by their first word, and the counters are tags, too.
     is_slime = any(tag == "rollout/step" for _, _, tag, _ in scalars)
@@ -69,22 +68,16 @@ def read_event_settings(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def _iter_events(content: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the position after each event, and the event, up to the first one that is not whole."""
+    """Yield the position after each event, and the event, up to the first one that is cut or damaged."""
     from google.protobuf.message import DecodeError
     from tensorboardX.proto.event_pb2 import Event
 
-    position = 0
-    while position + _LENGTH.size <= len(content):
-        length, _ = _LENGTH.unpack_from(content, position)
-        start = position + _LENGTH.size
-        position = start + length + _CHECKSUM_BYTES
-        if position > len(content):
-            return
+    for start, end in find_records(content):
         try:
-            event = Event.FromString(content[start : start + length])
+            event = Event.FromString(content[start:end])
         except DecodeError:
             return
-        yield position, event
+        yield end + CHECKSUM_BYTES, event
 
 
 def _read_scalar(value: Any) -> float | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainable.files.paths import read_bytes
+from trainable.runs.records import IMPORTED_COLUMNS, STEP_COLUMNS
 from trainable.sources.logs import LogError, LogRow, RunLog
 
 KEEPS_ZERO = ("train_reward", "val_success", "train_truncated", "zero_std_fraction", "pg_clipfrac", "pg_clipfrac_lower")
@@ -16,8 +17,11 @@ KEEPS_ZERO = ("train_reward", "val_success", "train_truncated", "zero_std_fracti
 rate of 1e-6 and a KL of 4e-4 are printed so, too."""
 
 
+_STOPPED = "early_stopped/"
 _VALIDATES_FIRST = ("tinker", "prime-rl")
 """Trainers whose validation in a row, counted from 0, was made before the update of that row."""
+
+OUR_COLUMNS = frozenset(column.name for column in (*STEP_COLUMNS, *IMPORTED_COLUMNS))
 
 
 class Name(NamedTuple):
@@ -81,7 +85,8 @@ def translate_rows(log: RunLog, own_names: Sequence[Name] = (), trainer: str = "
             f"RL run that is known here: type --column train_reward=NAME with one of its names, such as "
             f"{', '.join(log.keys[:8])}."
         )
-    ours = {name.column for name in names}
+    # Other trainers have measurements of the same name: TRL's reward_std is over the batch, and not within groups.
+    ours = {name.column for name in names} | ({*OUR_COLUMNS} if trainer != "tune_study" else set())
     matches: dict[tuple[str, ...], list[tuple[Name, list[list[str]]]]] = {}
     translated: list[tuple[LogRow, dict[str, float]]] = []
     for row in log.rows:
@@ -121,12 +126,15 @@ def translate_rows(log: RunLog, own_names: Sequence[Name] = (), trainer: str = "
         if step == 0:
             continue
         theirs = {
-            f"{trainer}/{key}" if key in ours and values.get(key) != value else key: value
+            f"{trainer or 'log'}/{key}" if key in ours and values.get(key) != value else key: value
             for key, value in row.values.items()
         }
         first = {f"base_{column}": value for column, value in base.items()} if not rows else {}
+        # RAGEN names the rule that has stopped a run.
+        rule = next((key.removeprefix(_STOPPED) for key in row.values if key.startswith(_STOPPED)), "")
+        stop = {"stop_rule": rule, "stop_step": step} if rule and row.values[_STOPPED + rule] else {}
         origin = {"source": log.format, "file": str(log.path), "line": row.line}
-        rows.append({**theirs, **values, **first, "step": step, **origin})
+        rows.append({**theirs, **values, **first, "step": step, **stop, **origin})
     if not rows:
         raise LogError(f"{log.path} has no step of the training, only what was measured before it: leave it out.")
     return rows

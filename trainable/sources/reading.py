@@ -4,9 +4,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trainable.files.paths import read_bytes
+from trainable.sources.csv_files import read_csv
 from trainable.sources.event_files import read_event_files
+from trainable.sources.json_files import read_json_lines, read_trainer_state
+from trainable.sources.log_files import list_runs
 from trainable.sources.logs import ROLES_BY_NAME, LogError, Roles, RunLog, merge_rows
-from trainable.sources.tables import read_csv, read_json_lines, read_trainer_state
 from trainable.sources.verl_console import read_verl_console
 from trainable.sources.wandb_files import read_wandb_files
 
@@ -16,6 +18,19 @@ SEVERAL_FILES_READERS: Sequence[Callable[[Sequence[tuple[Path, bytes]]], RunLog 
 )
 """Readers of the formats of which a run has several files, in which the order of time counts. They are tried first."""
 MAX_LOG_BYTES = 2**30
+
+
+def read_runs(paths: Sequence[Path], roles: Roles) -> list[RunLog]:
+    """Read the logs of all runs in `paths`. What several charts of W&B show of a run is one log.
+
+    Raises LogError if a file is no log of an RL run.
+    """
+    logs = [log for files in list_runs(paths) for log in read_logs(files, roles)]
+    charts: dict[str, list[RunLog]] = {}
+    for log in logs:
+        if log.run:
+            charts.setdefault(log.run, []).append(log)
+    return [log for log in logs if not log.run] + list(map(merge_logs, charts.values()))
 
 
 def read_logs(paths: Sequence[Path], roles: Roles = ROLES_BY_NAME) -> list[RunLog]:
@@ -38,11 +53,16 @@ def parse_logs(files: Sequence[tuple[Path, bytes]], roles: Roles = ROLES_BY_NAME
         if log := read_all(files):
             return [log]
     logs = [log for path, content in files for log in _read_file(path, content, roles)]
-    if len(files) == 1:
-        return logs
+    return logs if len(files) == 1 else [merge_logs(logs)]
+
+
+def merge_logs(logs: Sequence[RunLog]) -> RunLog:
+    """Merge the logs of one run, of which each has some of the measurements."""
     rows, notes = merge_rows(row for log in logs for row in log.rows)
     settings = {key: value for log in logs for key, value in log.settings.items()}
-    return [RunLog(files[0][0], logs[0].format, rows, settings, notes)]
+    # The gaps of a log may be filled by another one.
+    file_notes = [note for log in logs for note in log.notes if note not in merge_rows(log.rows)[1]]
+    return RunLog(logs[0].path, logs[0].format, rows, settings, [*file_notes, *notes], logs[0].run)
 
 
 def _read_file(path: Path, content: bytes, roles: Roles) -> list[RunLog]:

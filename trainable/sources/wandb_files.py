@@ -48,7 +48,7 @@ def read_wandb_files(files: Sequence[tuple[Path, bytes]]) -> RunLog | None:
             elif kind in ("run", "config"):
                 settings |= _parse_items((record.run.config if kind == "run" else record.config).update)
         if position < len(content):
-            notes.append(f"{path} is not whole after byte {position}, as of a killed run: the rest was not read.")
+            notes.append(f"{path} is cut or damaged after byte {position}: the rest was not read.")
     if not has_exit:
         notes.append("The run has no record of its end: it was killed, or still writes.")
     rows.sort(key=itemgetter(0))

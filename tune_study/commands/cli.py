@@ -181,11 +181,18 @@ def new(
         list[str] | None, option("KEY=VALUES", "A setting and its values, like actor.lr=1e-4,3e-4; repeatable.")
     ] = None,
     to: Annotated[Path | None, option("FILE", "File to write; default: NAME.py here.")] = None,
+    command: Annotated[
+        str | None,
+        option("TEXT", "Train with a command of yours: one that you have run, in quotes; --vary names its flags."),
+    ] = None,
+    logs: Annotated[
+        Path | None, option("PATH", "Log, or folder with logs, that this command wrote; default: its output folder.")
+    ] = None,
 ) -> None:
     """Write a Python file that declares a study of your own."""
-    path, command = write_study_file(name, vary or [], to)
+    path, run_command = write_study_file(name, vary or [], to, command, logs)
     print_line(make_console(), f"Wrote {path}. Run it with:")
-    print_line(make_console(), f"  {command}")
+    print_line(make_console(), f"  {run_command}")
 
 
 @command(MAIN, "run", "kl --kl-values 0,0.01,0.1 --steps 60 --seeds 3 --output out")
@@ -195,7 +202,7 @@ def run(study: opt.StudyName, request: RunRequest, launch: LaunchRequest, as_jso
         raise PlanError("--json prints a plan: type it with --dry-run, or after the runs `report RUN --json`.")
     visible_gpus = detect_gpus(os.environ)
     load_typed_files(request.code or [])
-    studies = find_studies(study, request.kl_type, request.accept_changed_file)
+    studies = find_studies(study, request, accepts_change=request.accept_changed_file)
 
     def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
         return [plan_from_options(chosen, preset, request, source) for chosen, source in studies]
@@ -212,7 +219,7 @@ def search(study: opt.StudyName, search_request: SearchRequest, request: StudyRe
     """Search for the best settings under which no run collapses, and confirm them with fresh seeds."""
     visible_gpus = detect_gpus(os.environ)
     load_typed_files(request.code or [])
-    chosen, source = searching.find_study(study, request.kl_type, request.accept_changed_file)
+    chosen, source = searching.find_study(study, request)
 
     def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
         return [searching.plan_search(chosen, preset, search_request, request, source)]
@@ -341,7 +348,8 @@ def import_runs(
     column: opt.LogColumns = None,
     columns: Annotated[list[Path] | None, option("FILE", "A file with a line OURS=THEIRS per measurement.")] = None,
     runs: Annotated[
-        Path | None, option("FILE", "A CSV file with the columns log, arm and seed, in place of LOGS.")
+        Path | None,
+        option("FILE", "A CSV file with the columns log, arm and seed, in place of LOGS or of runs in W&B's charts."),
     ] = None,
     as_json: opt.Json = False,
 ) -> None:

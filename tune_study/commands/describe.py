@@ -12,7 +12,7 @@ from rich.console import Console
 
 from search_spaces.catalog import FAMILIES
 from search_spaces.declaration.study import Study
-from trainable.config.command_lines import format_command
+from trainable.config.command_lines import format_command, quote_argument, split_words
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.own_parts import PART_FORM, Choice, parse_part_name
 from trainable.config.run_config import iter_fields
@@ -87,10 +87,13 @@ def summarize_plan(study: PreparedStudy) -> dict[str, Any]:
         power = describe_power(record)
         if plan.max_seeds is None:  # with a test at every look, it depends on how many looks follow
             difference = find_resolved_difference(record, len(plan.seeds))
+    arm_configs = {run.arm: run.config for run in plan.runs if run.seed == plan.seeds[0]}
+    commands = {arm: text for arm, config in arm_configs.items() if (text := plan.study.family.format_command(config))}
     lines = [
         *_describe_runs(plan, resource_plan),
         *_describe_search(plan),
         *_describe_game(plan),
+        *_describe_commands(commands),
         *describe_signal(plan),
         power,
         time_estimate.format_time_line(plan, resource_plan, memory, [gpu.name for gpu in study.used_gpus]),
@@ -100,7 +103,7 @@ def summarize_plan(study: PreparedStudy) -> dict[str, Any]:
     ]
     if memory is not None:
         lines += memory_plan.format_memory_plan(memory)
-    elif resource_plan.gpu_slots:
+    elif resource_plan.gpu_slots and plan.model is not None:
         lines.append(
             f"Memory: unknown, because no config.json of a trainable model was found for {plan.model}, and its sizes "
             "are not built in."
@@ -132,8 +135,19 @@ def summarize_plan(study: PreparedStudy) -> dict[str, Any]:
             }
             for run in plan.runs
         ],
+        "commands": commands,
         "lines": list(filter(None, lines)),
     }
+
+
+def _describe_commands(commands: Mapping[str, str]) -> Iterator[str]:
+    """Describe the command of the first arm, and in what those of the others differ from it."""
+    first: list[str] = []
+    for arm, text in commands.items():
+        words = split_words(text)
+        others = " ".join(quote_argument(word) for word in words if word not in first)
+        yield f"Command of arm {arm}: {others}" if not first else f"Arm {arm} differs in: {others}"
+        first = first or words
 
 
 def print_plan(console: Console, plan: StudyPlan, summary: Mapping[str, Any]) -> None:
@@ -203,7 +217,9 @@ def _describe_runs(plan: StudyPlan, resource_plan: ResourcePlan) -> Iterator[str
     """Describe the study, its model, its runs and their steps, and the resources that each run reserves."""
     trainer = plan.base_config.trainer
     yield f"Study {plan.study.name}: {plan.study.question.strip()}"
-    yield f"Preset {plan.preset}: {plan.preset_reason}"
+    is_own = not plan.study.family.format_command(plan.base_config)
+    if is_own:  # a command has its own scale
+        yield f"Preset {plan.preset}: {plan.preset_reason}"
     if plan.model is not None:
         yield f"Model: {plan.model}"
         model = plan.ppo_config.model
@@ -221,7 +237,7 @@ def _describe_runs(plan: StudyPlan, resource_plan: ResourcePlan) -> Iterator[str
     values = format_values(plan.study, plan.values)
     yield f"{len(plan.runs)} run{'s' * (len(plan.runs) > 1)}: {plan.study.axis.setting} in {values}; seeds {seeds}"
     validation = f"every {trainer.test_freq} steps" if trainer.test_freq > 0 else "after the last one only"
-    yield f"Steps per run: {trainer.total_training_steps}, validation {validation}"
+    yield f"Steps per run: {trainer.total_training_steps}" + f", validation {validation}" * is_own
     trial = "Each trial (all seeds of an arm)" if plan.study.family.has_batched_seeds else "Each run"
     bundles = " + ".join(" ".join(f"{n:g} {kind}" for kind, n in bundle.items()) for bundle in resource_plan.bundles)
     note = " (--ray-num-cpus; the cores of this machine are not counted)" if resource_plan.gpu_slots else ""

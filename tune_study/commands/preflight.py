@@ -308,7 +308,7 @@ def _estimate_requirements(
         notes.append(f"W&B: rows are sent to {wandb.setup().settings.base_url}, project {plan.wandb_project}.")
     used_gpus = tuple(gpu for gpu in visible_gpus if gpu.id in resource_plan.gpus)
     memory, settings = None, resource_plan.placement_settings
-    if resource_plan.gpu_slots:
+    if resource_plan.gpu_slots and plan.model is not None:
         gpu_capacity = gpu_capacity or resources.find_gpu_capacity(options.gpu_memory_gib, used_gpus)
         memory = memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ)
     if memory is not None:

@@ -68,6 +68,9 @@ class StudyRequest:
         option("FILE", "A file with a line KEY=VALUE per setting, repeatable; --set takes precedence."),
     ] = None
     kl_type: Annotated[str | None, option("NAME", "Study smoke: low_var_kl (default), kl or mse.")] = None
+    trainer: Annotated[str | None, option("NAME", "Studies kl and top-p: ragen trains them, see docs/commands.md.")] = (
+        None
+    )
     rollout_filter_include_zero: Annotated[
         str | None,
         option("BOOL", "Keep groups whose rewards are all equal; default in the studies kl and entropy: True."),
@@ -281,20 +284,25 @@ class ChosenPreset(NamedTuple):
     settings: Mapping[str, object] = MappingProxyType({})
 
 
-def find_studies(name: str, kl_type: str | None, accepts_change: bool) -> list[tuple[Study, StudySource | None]]:
+def find_studies(name: str, request: StudyRequest, *, accepts_change: bool) -> list[tuple[Study, StudySource | None]]:
     """Find a study, or those of a suite, by its name or its file, each with its source if a file declares it.
 
-    kl_type: see `find_study`. accepts_change: see `StudySource`. Raises PlanError if there is no such study.
+    accepts_change: see `StudySource`. Raises PlanError if there is no such study.
     """
     suite = SUITES.get(normalize_study_name(name))
     is_file = name.endswith(".py")
-    if kl_type is not None and (is_file or suite is not None):
-        raise PlanError(f"--kl-type does not belong to {format_value(name, 1000)}: leave it out.")
+    for option_name, value in (("--kl-type", request.kl_type), ("--trainer", request.trainer)):
+        if value is not None and (is_file or suite is not None):
+            raise PlanError(f"{option_name} does not belong to {format_value(name, 1000)}: leave it out.")
     if is_file:
         return [load_own_study(name, accepts_change)]
     if accepts_change:
         raise PlanError(f"--accept-changed-file does not belong to {name}, which no file declares: leave it out.")
-    return [(find_study(name, kl_type), None)] if suite is None else [(STUDIES[study], None) for study in suite]
+    return (
+        [(find_study(name, request.kl_type, request.trainer), None)]
+        if suite is None
+        else [(STUDIES[study], None) for study in suite]
+    )
 
 
 def plan_from_options(

@@ -43,9 +43,9 @@ SEEDS_PER_POINT = 2
 CONFIRMING_SEEDS = 5
 
 
-def find_study(name: str, kl_type: str | None, accepts_change: bool) -> tuple[Study, StudySource | None]:
+def find_study(name: str, request: StudyRequest) -> tuple[Study, StudySource | None]:
     """Find the study `name` (see `find_studies`). Raises PlanError for a suite, since one study must be chosen."""
-    studies = find_studies(name, kl_type, accepts_change)
+    studies = find_studies(name, request, accepts_change=request.accept_changed_file)
     if len(studies) > 1:
         names = ", ".join(study.name for study, _ in studies)
         raise PlanError(f"{format_value(name)} is a suite, and a search is over the settings of one study: {names}.")

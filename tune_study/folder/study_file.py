@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from pydantic import ValidationError
 
-from search_spaces.catalog import FAMILIES, STUDIES
+from search_spaces.catalog import FAMILIES, STUDIES, get_declaration
 from search_spaces.declaration.study import Study
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.command_lines import format_command
@@ -157,7 +157,7 @@ def _find_declaration(folder: Path, record: StudyRecord, own_study: OwnStudy | N
         return own_study.study
     if own_study is not None:
         raise PlanError(f"{folder} contains the study {format_value(name)}, which no file declares: leave --study out.")
-    study = STUDIES.get(name)
+    study = get_declaration(name)
     if study is None:
         raise PlanError(
             f"{folder} contains the study '{format_value(name)}', which is not one of {', '.join(STUDIES)}."

@@ -372,23 +372,31 @@ def format_study(name: str, factors: Mapping[str, tuple[str, ...]]) -> str:
     return _FILE.format(**fields, baseline=json.dumps(baseline))
 
 
-def write_study_file(name: str, assignments: Sequence[str], path: Path | None) -> tuple[Path, str]:
+def write_study_file(
+    name: str, assignments: Sequence[str], path: Path | None, command: str | None = None, logs: Path | None = None
+) -> tuple[Path, str]:
     """Write the file of a new study; return its path and the command that runs it.
 
-    path: the file; None for NAME.py in the current folder. Raises PlanError if the name is taken or the file exists.
+    path: the file; None for NAME.py in the current folder. command, logs: of a study whose trials are a command, see
+    `format_command_study`. Raises PlanError if the name is taken or the file exists.
     """
     if not _NAME.fullmatch(name) or name in STUDIES or name in SUITES:
         problem = "is a study of this package" if name in STUDIES or name in SUITES else "is no name of a study"
         raise PlanError(
             f"{format_value(name)} {problem}: type another one, of lower-case words joined by hyphens, like my-lr."
         )
-    factors = parse_factors(assignments)
+    if command is None:
+        text = format_study(name, parse_factors(assignments))
+    else:
+        from tune_study.plan.new_command import format_command_study  # imports NumPy
+
+        text = format_command_study(name, command, assignments, logs)
     path = path or Path(f"{name.replace('-', '_')}.py")
     if path.suffix != ".py":
         raise PlanError(f"--to {format_value(str(path), 1000)} does not end in .py: type the name of a Python file.")
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(format_study(name, factors))
+            file.write(text)
     except FileExistsError:
         raise PlanError(
             f"{format_value(str(path), 1000)} exists and is left unchanged: type --to with another file."

@@ -2,15 +2,29 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from pkgutil import resolve_name
 
-from search_spaces.catalog import STUDIES
+from search_spaces.catalog import get_declaration
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.choices import FILTER_METRICS
 from trainable.config.setting_types import flatten_settings
 from trainable.families import Remark
 from tune_study.plan.study_plan import StudyPlan, make_base_config
+
+
+def has_bfloat16(cpu_info: str) -> bool:
+    """Check whether processors multiply matrices in bfloat16, from the text of /proc/cpuinfo; True if it is not x86."""
+    return "avx2" not in cpu_info or "avx512_bf16" in cpu_info or "amx_bf16" in cpu_info
+
+
+def _read_cpu_info() -> str:
+    with suppress(OSError):
+        return Path("/proc/cpuinfo").read_text()
+    return ""
+
 
 PPO_REMARKS: tuple[Remark, ...] = (
     Remark(
@@ -41,6 +55,11 @@ PPO_REMARKS: tuple[Remark, ...] = (
         lambda c: c.copies_per_step > 0,
         "actor.ppo_mini_batch_size={c.actor.ppo_mini_batch_size} does not divide the {c.episodes_per_step} episodes of "
         "a step: {c.copies_per_step} random copies fill them up, as published, so that some count several times",
+    ),
+    Remark(
+        lambda c: c.trainer.n_gpus_per_node == 0 and c.model.dtype == "bfloat16" and not has_bfloat16(_read_cpu_info()),
+        "model.dtype=bfloat16 is emulated by this processor, which was 45 times slower than float32 where it was "
+        "measured: type --set model.dtype=float32, unless the results are to be compared with others",
     ),
 )
 
@@ -78,7 +97,7 @@ def _find_sentences(plan: StudyPlan) -> Iterator[str]:
 def _describe_unread_settings(plan: StudyPlan, configs: Sequence[BaseRunConfig]) -> Iterator[str]:
     """Yield a sentence per setting that no arm reads, unless its value is from a preset, a shipped study or a game."""
     study = plan.study
-    declared = STUDIES.get(study.name, replace(study, fixed_settings={}, presets={}))
+    declared = get_declaration(study.name) or replace(study, fixed_settings={}, presets={})
     declared_settings = flatten_settings(make_base_config(declared, plan.preset).model_dump())
     of_games = [study.family.make_game_settings(game, plan.preset) for game in study.family.games]
     typed_settings = {

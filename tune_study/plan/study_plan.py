@@ -481,7 +481,7 @@ def find_changed_settings(config: BaseRunConfig) -> dict[str, Any]:
     Those that the study declares itself are among them, since another process does not know their defaults.
     """
     changed = config.model_dump(mode="json", exclude_defaults=True, exclude={"seed"})
-    return flatten_settings({**changed, **config.model_dump(mode="json", include=config.declared_sections)})
+    return flatten_settings({**changed, **config.model_dump(mode="json", include=set(config.declared_sections))})
 
 
 def fill_template(template: str, **values: object) -> str:

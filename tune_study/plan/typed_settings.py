@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from search_spaces.catalog import STUDIES, SUITES
+from search_spaces.catalog import STUDIES, SUITES, TRAINERS, get_declaration
 from search_spaces.declaration.study import Study
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.command_lines import format_command
@@ -126,12 +126,17 @@ def normalize_study_name(name: str) -> str:
     return name.replace("_", "-").lower()
 
 
-def find_study(name: str, kl_type: str | None = None) -> Study:
+def find_study(name: str, kl_type: str | None = None, trainer: str | None = None) -> Study:
     """Find the study `name` (see `normalize_study_name`). Raises PlanError that lists all studies if there is none.
 
-    kl_type: value of --kl-type, which chooses a variant of the study; None for the variant that the study fixes.
+    trainer: value of --trainer, the trainer of somebody else; None for ours. kl_type: value of --kl-type, which chooses
+    a variant of the study; None for the variant that the study fixes.
     """
-    study = STUDIES.get(normalize_study_name(name))
+    name = normalize_study_name(name) if trainer is None else f"{normalize_study_name(name)}-{trainer}"
+    study = get_declaration(name)
+    if study is None and trainer is not None:
+        choices = ", ".join(f"{stem} --trainer {known}" for known, (_, stems) in TRAINERS.items() for stem in stems)
+        raise PlanError(f"No study has this name and --trainer {format_value(trainer)}: type one of {choices}.")
     if study is None:
         problem = f"There is no study `{format_value(name)}`."
         if nearest := difflib.get_close_matches(normalize_study_name(name), [*STUDIES, *SUITES]):

@@ -11,8 +11,7 @@ import pytest
 
 from analysis.data.load import load
 from analysis.sources.importing import import_logs, name_runs
-from analysis.sources.log_files import list_runs
-from tests.analysis.sources.logs import (
+from tests.trainable.sources.logs import (
     format_verl_step,
     make_settings,
     read_log,
@@ -20,8 +19,9 @@ from tests.analysis.sources.logs import (
     write_verl_console,
     write_verl_run,
 )
-from tests.analysis.sources.trackers import write_events, write_wandb
+from tests.trainable.sources.trackers import write_events, write_wandb
 from trainable.runs.records import IMPORTED_COLUMNS, STEP_COLUMNS
+from trainable.sources.log_files import list_runs
 from trainable.sources.logs import LogError, LogRow, Roles, RunLog
 from trainable.sources.names import find_trainer, parse_name, read_names, translate_rows
 from trainable.sources.reading import read_logs

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,11 +19,8 @@ from trainable.models.load import find_model, load_policy
 from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, compute_at_trained_tokens, make_passes
 from trainable.rollout.episode import Batch, collate
 
-trl = pytest.importorskip("trl", reason="TRL is not installed: make test-trl")
-datasets = pytest.importorskip("datasets")
-
 # TRL uses names that transformers has deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 ROWS, GROUP_SIZE, TEMPERATURE, MAX_COMPLETION_LENGTH = 12, 4, 0.8, 50
 BASE = find_model("sokoban-tiny")
@@ -77,7 +75,7 @@ def compute_ours(settings: ActorConfig, batch: Batch) -> Result:
 
 def make_trl_trainer(name: str, folder: Path, reward: Callable[..., list[float]], **settings: Any) -> Any:
     """Make TRL's trainer of that name, with the weights of MODEL."""
-    config = getattr(trl, f"{name}Config")(
+    config = resolve_name(f"trl:{name}Config")(
         output_dir=str(folder),
         use_cpu=True,
         bf16=False,
@@ -87,11 +85,11 @@ def make_trl_trainer(name: str, folder: Path, reward: Callable[..., list[float]]
         temperature=TEMPERATURE,
         **settings,
     )
-    trainer = getattr(trl, f"{name}Trainer")(
+    trainer = resolve_name(f"trl:{name}Trainer")(
         model=AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32),
         reward_funcs=reward,
         args=config,
-        train_dataset=datasets.Dataset.from_dict({"prompt": ["#_"]}),
+        train_dataset=resolve_name("datasets:Dataset").from_dict({"prompt": ["#_"]}),
         processing_class=AutoTokenizer.from_pretrained(BASE, padding_side="left"),
     )
     trainer.model.train()

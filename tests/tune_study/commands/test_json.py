@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.analysis.sources.logs import write_verl_run
 from tests.analysis.sweep.test_symptoms import write_collapse
 from tests.fakes.command_line import Answer, assert_refused, get_output, read_files, type_words
 from tests.fakes.plans import plan_study
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from tests.test_architecture import ROOT
+from tests.trainable.sources.logs import write_verl_run
 from tune_study.commands.reading.results import describe_failures
 from tune_study.folder import outputs
 from tune_study.host.console import print_json
@@ -53,6 +53,7 @@ PLANS: Mapping[str, Any] = {
             "disk": {"needed_bytes": int, "free_bytes": int},
             "memory": (dict, type(None)),
             "runs": [{"run": str, "arm": str, "seed": int, "steps": int, "log": str, "checkpoints": str}],
+            "commands": {},
             "lines": [str],
             "fits": bool,
             "notes": [str],

@@ -38,6 +38,7 @@ CASES = [
     ),
     ("top-p", "", "trainer.critic_warmup=61", "trainer.critic_warmup=60"),
     ("top-p", "", "actor.ppo_mini_batch_size=256", "actor.ppo_mini_batch_size=128"),
+    ("top-p", "rollout.name=torch model.compiled_passes=false", "model.dtype=bfloat16", "model.dtype=float32"),
     ("sandbox", "", "lr=1", "lr=0.99"),
     ("opd", f"{TOP_K} normalize_top_k=true", "top_k=1", "top_k=2"),
     ("opd", TOP_K, "top_k=9", "top_k=8"),
@@ -54,11 +55,24 @@ def find_remarks(plan: StudyPlan) -> tuple[str, ...]:
     return tuple(remarks.find_remarks(plan))
 
 
+@pytest.fixture(autouse=True)
+def _new_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remarks, "_read_cpu_info", lambda: "flags: fma avx2 amx_bf16")
+
+
+def test_processors_with_bfloat16() -> None:
+    assert remarks.has_bfloat16("flags: avx2 avx512_bf16 fma")
+    assert remarks.has_bfloat16("flags: avx2 amx_bf16")
+    assert remarks.has_bfloat16("Features: asimd")
+    assert not remarks.has_bfloat16("flags: fma avx2 avx512f")
+
+
 @pytest.mark.parametrize(("remark", "case"), list(zip(REMARKS, CASES, strict=True)))
 def test_a_remark_is_of_its_settings_and_not_of_the_nearest_others(
-    remark: Remark, case: tuple[str, str, str, str]
+    remark: Remark, case: tuple[str, str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study, common, settings, harmless = case
+    monkeypatch.setattr(remarks, "_read_cpu_info", lambda: "flags: fma avx2")
     ending = remark.sentence.rpartition("}")[2]
     typed, nearest = (
         collect_overrides(STUDIES[study], {}, f"{common} {text}".split()) for text in (settings, harmless)

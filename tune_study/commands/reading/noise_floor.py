@@ -12,7 +12,6 @@ from analysis.data.compare import SIGNIFICANCE_LEVEL, collect_outcomes, list_arm
 from analysis.data.frames import StudyFrames
 from analysis.data.load import load
 from analysis.sources.importing import RunNames, import_logs, name_runs
-from analysis.sources.log_files import list_runs
 from analysis.stats.estimates import MIN_SEEDS, estimate_deviation
 from analysis.sweep.planned_power import POWER, find_noise_floors
 from analysis.sweep.verdicts import format_number
@@ -20,7 +19,7 @@ from trainable.config.setting_types import format_value
 from trainable.runs.study_record import STUDY_FILE
 from trainable.sources.logs import Roles
 from trainable.sources.names import Name
-from trainable.sources.reading import read_logs
+from trainable.sources.reading import read_runs
 from tune_study.folder import locate
 from tune_study.host.console import print_line, print_table
 from tune_study.plan.errors import PlanError, as_plan_error
@@ -52,8 +51,7 @@ def read_frames(
             return load(folder, live=is_running), True
     with tempfile.TemporaryDirectory() as temp_dir, as_plan_error(ValueError):
         folder = Path(temp_dir) / "results" / "logs"
-        runs = list_runs([Path(source) for source in sources])
-        logs = [log for run in runs for log in read_logs(run, Roles([seed_key] if seed_key else [], step))]
+        logs = read_runs(list(map(Path, sources)), Roles([seed_key] if seed_key else [], step))
         # Logs without settings are of one setting, since nobody can tell them apart.
         same = RunNames("", [("all", number) for number in range(len(logs))], [])
         run_names = name_runs(logs, (), seed_key) if seed_key or any(log.settings for log in logs) else same

@@ -12,9 +12,9 @@ from scipy import stats
 
 from analysis.data.load import load
 from analysis.stats.estimates import estimate_deviation
-from tests.analysis.sources.logs import write_json_lines, write_verl_run
 from tests.fakes.command_line import assert_refused, get_output, type_words
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
+from tests.trainable.sources.logs import write_json_lines, write_verl_run
 
 SUCCESSES = (0.20, 0.23, 0.28, 0.21, 0.26)
 

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from analysis.sources.log_files import list_runs
-from tests.analysis.sources.logs import read_log
+from analysis.data.episodes import read_episodes_of_run
+from analysis.sources.importing import import_logs, name_runs
+from tests.trainable.sources.logs import read_log
 from trainable.models.load import find_model
 from trainable.runs.history import RunHistory
 from trainable.runs.run_files import read_rows
 from trainable.runs.study_record import StudyRecord, read_record
+from trainable.sources.log_files import list_runs
 from trainable.sources.names import translate_rows
 from tune_study.commands.describe import read_status
 
@@ -41,15 +43,17 @@ config = GRPOConfig(
     output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=False, per_device_train_batch_size=4,
     per_device_eval_batch_size=4, num_generations=4, steps_per_generation=1, max_completion_length=4, max_steps=4,
     report_to=["tensorboard", "wandb"], save_steps=2, logging_steps=1, eval_strategy="steps", eval_steps=2,
-    eval_on_start=True, disable_tqdm=True, seed=3,
+    eval_on_start=True, disable_tqdm=True, seed=3, log_completions=True, num_completions_to_print=1,
 )
+def is_odd(completions, **_):
+    return [float(row % 2) for row in range(len(completions))]
 prompts = Dataset.from_dict({"prompt": ["##_#", "__##", "#__#"]})
 trainer = GRPOTrainer(
     AutoModelForCausalLM.from_pretrained(model), args=config, train_dataset=prompts, eval_dataset=prompts.select([0]),
-    reward_funcs=lambda completions, **_: [float(row % 2) for row in range(len(completions))],
+    reward_funcs=is_odd,
     processing_class=AutoTokenizer.from_pretrained(model),
 )
-trainer.add_callback(StudyCallback(folder + "/study", arm="beta=0", seed=3))
+trainer.add_callback(StudyCallback(folder + "/attached", arm="beta=0", seed=3))
 trainer.train()
 """
 ATTACHED_SCRIPT = """
@@ -202,6 +206,7 @@ def test_processes_write_one_study_at_the_same_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="make test-trl")
+@pytest.mark.slow
 def test_what_trl_writes_is_the_same_in_its_state_tensorboard_and_wandb(tmp_path: Path) -> None:
     run_script(TRL_SCRIPT, tmp_path, find_model("sokoban-tiny"))
     (state,) = list_runs([tmp_path])
@@ -219,8 +224,19 @@ def test_what_trl_writes_is_the_same_in_its_state_tensorboard_and_wandb(tmp_path
         assert "kl_to_reference" not in row, "without beta, TRL measures none"
     assert [row.get("val_success") for row in tables[0]] == [None, 0.5, None, 0.5]
     assert tables[0][0]["base_val_success"] == 0.5
+    # The evaluations of steps 2 and 4 have replaced the completions of the training.
+    log = read_log(*state)
+    import_logs([log], name_runs([log]), tmp_path / "study", ())
+    assert log.notes[-2].startswith("2 steps have completions of the training, of which 8 of 8 are")
+    assert log.notes[-1].startswith("At 2 steps, such as 2, the completions of an evaluation have replaced")
+    episodes = read_episodes_of_run(tmp_path / "study", "all-s0")
+    assert [(episode.step, episode.rollout, episode.score) for episode in episodes] == [
+        (step, rollout, rollout % 2) for step in (1, 3) for rollout in range(4)
+    ]
+    assert {episode.turns[0].observation for episode in episodes} <= {"##_#", "__##", "#__#"}
+    assert [episode.advantage for episode in episodes] == pytest.approx([-0.866, 0.866] * 4, abs=0.001)
     columns = ("step", "val_success", "entropy", "actor_grad_norm", "train_response_tokens", "zero_std_fraction")
-    attached = read_rows(tmp_path / "study/runs/beta=0-s3/metrics.jsonl")
+    attached = read_rows(tmp_path / "attached/runs/beta=0-s3/metrics.jsonl")
     origin = {"source", "file", "line"}
     for row, attached_row in zip(tables[0], attached, strict=True):
         # When training ends, TRL logs further measurements of the last step.

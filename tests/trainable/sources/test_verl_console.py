@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.analysis.sources.logs import (
+from tests.trainable.sources.logs import (
     WORKER,
     format_verl_step,
     make_settings,

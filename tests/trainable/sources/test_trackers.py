@@ -8,11 +8,12 @@ import pytest
 from tensorboardX import SummaryWriter
 from tensorboardX.proto.event_pb2 import Event
 
-from analysis.sources.log_files import list_runs
-from tests.analysis.sources.logs import read_log
-from tests.analysis.sources.trackers import BLOCK_BYTES, EventWriter, frame_event, write_events, write_wandb
+from tests.trainable.sources.logs import read_log
+from tests.trainable.sources.trackers import BLOCK_BYTES, EventWriter, frame_event, write_events, write_wandb
+from trainable.sources.log_files import list_runs
 from trainable.sources.logs import LogError, RunLog
 from trainable.sources.names import translate_rows
+from trainable.sources.tf_records import HEADER_BYTES, MAX_CHECKED_BYTES, find_records
 
 
 def list_values(log: RunLog, name: str) -> list[tuple[int, float]]:
@@ -22,7 +23,7 @@ def list_values(log: RunLog, name: str) -> list[tuple[int, float]]:
 def test_scalars_texts_and_hyper_parameters_of_event_files(tmp_path: Path) -> None:
     writer = SummaryWriter(str(tmp_path))
     writer.add_text("args", json.dumps({"seed": 3, "optim": {"lr": 1e-6}}))
-    writer.add_text("note", "no settings")
+    writer.add_text("note", "no settings" * MAX_CHECKED_BYTES)
     writer.add_hparams({"beta": 0.5, "name": "a"}, {"metric": 1.0})
     for step in (1, 2):
         writer.add_scalar("reward", step / 4, step)
@@ -113,6 +114,23 @@ def test_a_cut_event_file_gives_what_is_whole(tmp_path: Path) -> None:
     assert all(0 <= after - before <= 1 for before, after in pairwise(counts))
 
 
+def test_an_event_file_ends_before_its_first_damaged_byte(tmp_path: Path) -> None:
+    event_file = write_events(tmp_path, [(step, {"train/reward": 0.5}) for step in range(1, 5)])
+    content = event_file.read_bytes()
+    starts = [start for start, _ in find_records(content)]
+    assert len(starts) == 5, "the first record is the version"
+    for position in range(starts[2] - HEADER_BYTES, len(content)):
+        damaged = bytearray(content)
+        damaged[position] ^= 1
+        event_file.write_bytes(damaged)
+        log = read_log(event_file)
+        num_intact = sum(start - HEADER_BYTES <= position for start in starts) - 1
+        assert list_values(log, "train/reward") == [(step, 0.5) for step in range(1, num_intact)]
+        assert log.notes == [
+            f"{event_file} is cut or damaged after byte {starts[num_intact] - HEADER_BYTES}: the rest was not read."
+        ]
+
+
 def test_config_and_history_of_wandb(tmp_path: Path) -> None:
     rows = [
         {"_step": step, "_timestamp": float(step), "reward": step / 4, "env.turns": 2, "text": "a", "kl": float("nan")}
@@ -143,7 +161,7 @@ def test_a_killed_run_of_wandb_has_no_end_and_gives_what_is_whole(tmp_path: Path
     file.write_bytes(content[:-1])
     log = read_log(file)
     assert [row.step for row in log.rows] == [1, 2, 3]
-    assert "not whole after byte" in log.notes[0]
+    assert "is cut or damaged after byte" in log.notes[0]
     assert log.notes[1] == ending
     damaged = bytearray(content)
     damaged[len(content) // 2] ^= 1

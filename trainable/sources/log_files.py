@@ -1,14 +1,11 @@
 """Find the files of each run: trackers write several per run, and folders with several runs."""
 
-import csv
-import io
 import json
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis.sources.importing import RunNames
 from trainable.files.paths import read_bytes
 from trainable.sources.logs import LogError
 
@@ -46,43 +43,6 @@ def list_runs(paths: Sequence[Path]) -> list[tuple[Path, ...]]:
         (max(files, key=_read_global_step),) if files[0].name == "trainer_state.json" else tuple(files)
         for files in runs.values()
     ]
-
-
-def read_runs_file(path: Path) -> tuple[list[tuple[Path, ...]], RunNames]:
-    """Read a CSV file with the columns log, arm and seed. Return the files of each run, and the names of the runs.
-
-    Paths are relative to the folder of the file. Raises LogError if a cell is missing, a seed is no whole number, or a
-    run or a log occurs twice.
-    """
-    try:
-        text = io.StringIO(read_bytes(path).decode("utf-8-sig"), newline="")
-        reader = csv.DictReader(text, restval="", skipinitialspace=True)
-        columns = reader.fieldnames or ()
-        rows = [
-            (reader.line_num, {name: row.get(name, "").strip() for name in ("log", "arm", "seed")}) for row in reader
-        ]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise LogError(f"{path} cannot be read: {error}.") from None
-    if not rows or not {"log", "arm", "seed"} <= set(columns):
-        raise LogError(
-            f"{path} has the columns {', '.join(columns) or 'of an empty file'}, and {len(rows)} rows: it needs the "
-            "columns log, arm and seed, and a row per run."
-        )
-    runs: list[tuple[Path, ...]] = []
-    pairs: list[tuple[str, int]] = []
-    for line, row in rows:
-        if not (row["log"] and row["arm"] and re.fullmatch(r"\d{1,9}", row["seed"])):
-            raise LogError(f"{path}, line {line}: log, arm, and a seed that is a whole number from 0 are needed.")
-        row_runs = list_runs([path.parent / row["log"]])
-        if len(row_runs) > 1:
-            raise LogError(f"{path}, line {line}: {row['log']} has {len(row_runs)} runs. Give a row to each.")
-        pair = (row["arm"], int(row["seed"]))
-        if pair in pairs or row_runs[0] in runs:
-            what = f"arm {pair[0]} with seed {pair[1]}" if pair in pairs else row["log"]
-            raise LogError(f"{path}, line {line}: {what} occurs twice, and each run has one row.")
-        runs += row_runs
-        pairs.append(pair)
-    return runs, RunNames("", pairs, [])
 
 
 def _find_logs(folder: Path) -> list[Path]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tensorboardX import SummaryWriter
 from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.record_writer import masked_crc32c
 from wandb.proto.wandb_internal_pb2 import Record
 
 BLOCK_BYTES = 2**15
@@ -51,9 +52,10 @@ def write_events(
 
 
 def frame_event(event: Event) -> bytes:
-    """Frame an event as a TFRecord, without checksums."""
+    """Frame an event as a TFRecord."""
     data = event.SerializeToString()
-    return struct.pack("<QI", len(data), 0) + data + bytes(4)
+    length = struct.pack("<Q", len(data))
+    return b"".join(piece + struct.pack("<I", masked_crc32c(piece)) for piece in (length, data))
 
 
 def write_wandb(

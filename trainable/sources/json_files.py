@@ -1,69 +1,16 @@
-"""Read logs with a row per step: tables in CSV or TSV, JSON lines, and the trainer_state.json of transformers."""
+"""Read JSON: lines or a list of objects, and the trainer_state.json of transformers and TRL."""
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
 
 from trainable.files.paths import read_bytes
 from trainable.sources.event_files import read_event_settings
-from trainable.sources.logs import (
-    STEP_KEYS,
-    LogError,
-    Roles,
-    RunLog,
-    find_step_key,
-    flatten,
-    make_log,
-    make_logs,
-    to_number,
-)
+from trainable.sources.logs import Roles, RunLog, flatten, make_log, make_logs, to_number
 
-_SUFFIXES = (".csv", ".tsv")
-_SEPARATORS = ",\t;"
-_MAX_CELL_CHARACTERS = 2**24
 _SETTINGS_FILES = ("config.json", "args.json")
 _TRL_SETTINGS_FILES = ("config.json", "adapter_config.json", "training_args.json")
-
-
-def read_csv(path: Path, content: bytes, roles: Roles) -> list[RunLog]:
-    """Read a table whose first line names its columns; empty if that line names no step, and the file no table.
-
-    Empty cells are missing values. A column of text that is the same in all rows is a setting.
-
-    Raises LogError for a table without a column of the step.
-    """
-    lines = content.replace(b"\0", b"").decode("utf-8-sig", errors="replace").splitlines(keepends=True)
-    header = lines[0] if lines else ""
-    separator = max(_SEPARATORS, key=header.count)
-    csv.field_size_limit(_MAX_CELL_CHARACTERS)
-    reader = csv.DictReader(lines, delimiter=separator, restkey="", restval="")
-    try:
-        names = [name for name in reader.fieldnames or () if name]
-        if not find_step_key(names, roles.step):
-            if path.suffix not in _SUFFIXES or not names:
-                return []
-            raise LogError(
-                f"{path} has no column of the training step: type --column step=NAME, or call it "
-                f"{', '.join(STEP_KEYS[:4])}. Its columns are {', '.join(names[:15])}."
-            )
-        table = [(reader.line_num, cells) for cells in reader]
-    except csv.Error as error:
-        raise LogError(f"{path} is no table that can be read: {error} in line {reader.line_num}.") from None
-    entries = [(line, {name: _parse(cells[name]) for name in names if cells[name].strip()}) for line, cells in table]
-    values = {name: {row.get(name) for _, row in entries} for name in names}
-    settings = {name: texts.pop() for name, texts in values.items() if len(texts) == 1}
-    settings = {name: text for name, text in settings.items() if isinstance(text, str)}
-    return make_logs(path, "table", entries, settings, roles)
-
-
-def _parse(cell: str) -> float | str:
-    if cell in ("True", "False"):
-        return float(cell == "True")
-    try:
-        return float(cell)
-    except ValueError:
-        return cell
+_COMPLETIONS_PREFIX = "completions_"
 
 
 def read_json_lines(path: Path, content: bytes, roles: Roles) -> list[RunLog]:
@@ -121,7 +68,10 @@ def read_trainer_state(path: Path, content: bytes) -> RunLog | None:
     settings |= read_event_settings(sorted(output.glob("runs/*/events.out.tfevents.*")))
     settings |= {key: state[key] for key in ("max_steps",) if to_number(state.get(key)) is not None}
     entries = [(number, flatten(row)) for number, row in enumerate(state["log_history"], 1) if isinstance(row, dict)]
-    return make_log(path, "trainer_state.json", entries, settings)
+    log = make_log(path, "trainer_state.json", entries, settings)
+    if log:
+        log.completions = list_completions(output)
+    return log
 
 
 def _read_settings(folder: Path, names: tuple[str, ...]) -> dict[str, Any]:
@@ -134,3 +84,10 @@ def _read_settings(folder: Path, names: tuple[str, ...]) -> dict[str, Any]:
         if isinstance(settings, dict):
             flat |= flatten(settings)
     return flat
+
+
+def list_completions(output: Path) -> dict[int, Path]:
+    """List the files of completions in the output folder of TRL, by step."""
+    paths = (output / "completions").glob(f"{_COMPLETIONS_PREFIX}*.parquet")
+    files = {path.stem.removeprefix(_COMPLETIONS_PREFIX): path for path in paths}
+    return {int(step): path for step, path in files.items() if step.isdecimal()}
