@@ -128,6 +128,16 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "trainable.runs.stop_rules",
         "trainable.sources",
     ),
+    # Writes runs.
+    "analysis.sources.attach": (
+        "analysis.sources.importing",
+        "trainable.files",
+        "trainable.runs.failures",
+        "trainable.runs.history",
+        "trainable.runs.run_files",
+        "trainable.runs.study_record",
+        "trainable.sources",
+    ),
     # Restores runs.
     "analysis.notebook.frames": ("analysis", "trainable", "tune_study.commands.probe"),
     # Run.
@@ -221,6 +231,8 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "tune_study.commands.reading.watch": ("rich", "waitress"),
     "analysis.search.trials": ("numpy", "pandas", "optuna"),
     "analysis": ("numpy", "scipy", "pandas", "pyarrow"),
+    # Parts of the trainers that import it.
+    "analysis.sources.attach": ("transformers", "verl"),
     "analysis.charts": ("altair", "vl_convert", "numpy", "pandas"),
     "analysis.gradients.files": ("altair", "pandas"),
     "analysis.notebook": ("altair", "pandas"),

@@ -3,7 +3,7 @@
 import csv
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,6 +40,7 @@ _IS_NO_ARM = re.compile(
 """Settings that name a run or a place, in which runs of one arm differ, too. The path of a model does not count."""
 _TOTAL_STEPS = (
     "trainer.total_training_steps",
+    "actor_rollout_ref.actor.optim.total_training_steps",
     "max_steps",
     "total_training_steps",
     "num_train_steps",
@@ -198,35 +199,52 @@ def import_logs(
             f"the measurement to compare, which may be one of the training, of {_list_keys(keys)}."
         )
     longest = max(rows[-1]["step"] for rows in all_rows)
-    totals = []
-    for log in logs:
-        values = (log.settings.get(key) for key in _TOTAL_STEPS)
-        totals.append(next((value for value in values if isinstance(value, int) and value > 0), longest))
+    totals = [find_planned_steps(log.settings) or longest for log in logs]
     entries: list[RunEntry] = []
     for (arm, seed), log in zip(names.pairs, logs, strict=True):
-        run_id = re.sub(r"[^\w.=,+-]+", "_", f"{arm}-s{seed}").lstrip(".")[:200]
-        is_taken = any(run_id == entry.run_id for entry in entries)
-        run_id += f"-{len(entries)}" * is_taken
-        entries.append(RunEntry(run_id, arm, seed, folder.name, arm, run_id, log=str(log.path)))
+        entries.append(make_entry(folder.name, arm, seed, entries, str(log.path)))
     for entry, log, rows, total in zip(entries, logs, all_rows, totals, strict=True):
         _write_run(folder / "runs" / entry.run_id, entry, log, rows, total)
-    arms = tuple(dict.fromkeys(arm for arm, _ in names.pairs))
-    record = StudyRecord(
-        folder.name,
+    record = make_study(folder.name, names.setting, entries, max(totals), command)
+    write_object(folder / STUDY_FILE, _to_json(record))
+
+
+def find_planned_steps(settings: Mapping[str, Any]) -> int | None:
+    """Find the planned number of training steps in the flat settings of a trainer; None if they do not say it."""
+    values = (settings.get(key) for key in _TOTAL_STEPS)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+
+def make_entry(study: str, arm: str, seed: int, entries: Sequence[RunEntry], log: str = "") -> RunEntry:
+    """Make the entry of a run, whose name none of the other `entries` of the study has."""
+    run_id = re.sub(r"[^\w.=,+-]+", "_", f"{arm}-s{seed}").lstrip(".")[:200]
+    run_id += f"-{len(entries)}" * any(run_id == entry.run_id for entry in entries)
+    return RunEntry(run_id, arm, seed, study, arm, run_id, log=log)
+
+
+def make_study(
+    name: str, setting: str, entries: Sequence[RunEntry], total_steps: int | None, command: str = ""
+) -> StudyRecord:
+    """Make study.json of runs of another trainer. The first arm is the baseline.
+
+    setting: the one whose values are the arms; empty if it has no name. total_steps: those of the longest run.
+    """
+    arms = tuple(dict.fromkeys(entry.arm for entry in entries))
+    return StudyRecord(
+        name,
         "",
-        AxisRecord(names.setting or "arm", values=arms),
-        tuple(sorted({seed for _, seed in names.pairs})),
+        AxisRecord(setting or "arm", values=arms),
+        tuple(sorted({entry.seed for entry in entries})),
         tuple(entries),
-        {"trainer": {"total_training_steps": max(totals)}},
+        {"trainer": {"total_training_steps": total_steps}} if total_steps else {},
         schema=SCHEMA,
-        question=f"How do these runs differ {f'by {names.setting}' if names.setting else 'between seeds'}?",
-        run=folder.name,
+        question=f"How do these runs differ {f'by {setting}' if setting else 'between seeds'}?",
+        run=name,
         family="imported",
         baseline=arms[0] if len(arms) > 1 else "",
         command=command,
         created_at=datetime.now(UTC).isoformat(),
     )
-    write_object(folder / STUDY_FILE, _to_json(record))
 
 
 def _write_run(run_dir: Path, entry: RunEntry, log: RunLog, rows: list[dict[str, Any]], total: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from trainable.files.json_values import DamagedFileError, parse_finite
 from trainable.runs.failures import NON_FINITE
-from trainable.runs.run_files import LEVELS_FILE, Row, RunLines, select_lines
+from trainable.runs.run_files import LEVELS_FILE, Row, RunLines, is_locked, select_lines
 from trainable.runs.study_record import CENSORED, ENDED_STATUSES, StatusRecord, read_record
 
 MASTERED_SUCCESS = 0.9
@@ -50,7 +50,8 @@ class RunHistory(NamedTuple):
         """Read the files of the run in `run_dir`, whose name is its id.
 
         total_steps: planned training steps; None if unknown. is_live: whether a driver is running the study. If not, no
-        run is waiting or running, whatever its status.json says.
+        run is waiting or running, whatever its status.json says, but for a run without a trial of Ray Tune, whose own
+        process holds its lock.
 
         Without a recorded status, the rows alone say how the run ended. If a run is recorded as ended, but rows are
         damaged or missing, it counts as interrupted, so that it is not shown as whole and `resume` trains it again.
@@ -72,7 +73,7 @@ class RunHistory(NamedTuple):
             status = StatusRecord(
                 run_dir.name, "interrupted", contradiction, trial_id=status.trial_id, started_at=status.started_at
             )
-        elif not is_live:
+        elif not (is_live or (status.status == "running" and not status.trial_id and is_locked(run_dir))):
             status = settle_status(status, GONE, rows)
         if status.status == "never_ran" and not status.reason:
             status = replace(status, reason=NOT_STARTED)

@@ -73,6 +73,18 @@ def acquire_lock(run_dir: Path, timeout_s: float) -> BinaryIO:
     return file
 
 
+def is_locked(folder: Path) -> bool:
+    """Check whether a process holds the lock of a study or of a run. Writes nothing."""
+    try:
+        with open_regular(folder / LOCK_FILE, "r") as handle:
+            lock_file(handle, is_shared=True)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock file: nothing has ever been started in this folder
+        return False
+    return False
+
+
 @dataclass(frozen=True)
 class RunLines:
     """The lines of each of LINE_FILES in the folder of a run.

@@ -67,16 +67,17 @@ def find_trainer(keys: Iterable[str]) -> str:
     return trainer if columns[trainer] & {"train_reward", "val_success"} else ""
 
 
-def translate_rows(log: RunLog, own_names: Sequence[Name] = ()) -> list[dict[str, Any]]:
+def translate_rows(log: RunLog, own_names: Sequence[Name] = (), trainer: str = "") -> list[dict[str, Any]]:
     """Make the rows of a run from its log: our columns, then the trainer's under its own names.
 
-    own_names: names that a user has typed, which take precedence. A value before training becomes a column `base_...`
+    own_names: names that a user has typed, which take precedence. trainer: the trainer, as `names.csv` calls it; by
+    default it is found from the names in the log. A value before training becomes a column `base_...`
     of the first step, as in our own runs. What the trainer did not measure stays missing. A log that has a reward of
     the training at step 0 counts from 0, and its steps are counted from 1 here.
 
     Raises LogError if the log has neither a reward nor a success, or no step of the training.
     """
-    trainer = find_trainer(log.keys)
+    trainer = trainer or find_trainer(log.keys)
     names = [*own_names, *(read_names().get(trainer) or ())]
     if not trainer and not {"train_reward", "val_success"} & {name.column for name in own_names}:
         raise LogError(

@@ -24,6 +24,7 @@ from trainable.config.own_parts import OwnPartError
 from trainable.config.run_config import ConfigError
 from trainable.config.setting_types import format_value
 from trainable.files.paths import UnsafePathError
+from trainable.runs.run_files import is_locked
 from tune_study.commands import arguments as opt
 from tune_study.commands import cleaning, describe, searching
 from tune_study.commands.arguments import (
@@ -278,7 +279,7 @@ def stop(
     """Ask the process that runs RUN to stop, or one arm: steps are finished and saved."""
     folder = Path(run)
     study = study_file.read_study(folder)
-    if not study_file.is_running(folder):
+    if not is_locked(folder):
         raise PlanError(
             f"No process runs {format_value(folder, 1000)}: there is nothing to stop. "
             f"`{format_command('status', folder)}` shows its runs."

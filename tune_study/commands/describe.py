@@ -313,9 +313,10 @@ def read_status(folder: Path, location: str, study: StudyRecord, is_running: boo
             }
         )
     is_finished = {run["status_text"] for run in runs} <= set(ENDED_STATUSES)
+    is_running |= any(run["status"] == "running" for run in runs)
     state = "running" if is_running else "finished" if is_finished else "unfinished"
     command = None
-    if state == "unfinished":
+    if state == "unfinished" and family.trainable:
         code_paths = [file.path for file in study.code]
         options = list_resume_options(study.declaration.path if study.declaration else None, code_paths)
         command = format_command("resume", location if is_uri(location) else Path(location), *options)

@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from trainable.config.setting_types import format_value, is_loopback
 from trainable.files.paths import check_tree
+from trainable.runs.run_files import is_locked
 from trainable.runs.study_record import STUDY_FILE
 from tune_study.folder.origin import NOTHING, list_plan_values, list_typed_before
 from tune_study.folder.study_file import (
@@ -20,7 +21,6 @@ from tune_study.folder.study_file import (
     check_same_storage,
     check_storage_usable,
     check_unchanged,
-    is_running,
     merge_with_folder,
     plan_from_folder,
     read_study,
@@ -191,7 +191,7 @@ def open_for_reading(text: str) -> Iterator[tuple[Path, bool]]:
     folder = _check_local_path(text)
     study = read_study(folder)
     check_tree(folder, [folder / "runs" / entry.run_id for entry in study.runs])
-    has_driver = is_running(folder)
+    has_driver = is_locked(folder)
     if study.storage is not None and not has_driver:
         check_uri(study.storage)  # before a message repeats it
         print_error(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainable.config.command_lines import PROGRAM, format_command
 from trainable.files.paths import check_tree, lock_file, open_regular, read_bytes, write_text
+from trainable.runs.run_files import is_locked
 from trainable.runs.study_record import (
     ENDED_STATUSES,
     SCHEMA,
@@ -32,7 +33,6 @@ from trainable.runs.study_record import (
 from trainable.versions import read_versions
 from tune_study.folder.origin import remember_origin
 from tune_study.folder.statuses import make_timestamp, read_statuses
-from tune_study.folder.study_file import is_running
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import RunSpec, StudyPlan, make_base_config
 
@@ -277,7 +277,7 @@ def write_tables(folder: Path) -> "StudyFrames":
     """Read the rows of a study, write them as parquet tables for other programs, and return them."""
     from analysis.data.load import read_study
 
-    frames = read_study(folder, live=is_running(folder))
+    frames = read_study(folder, live=is_locked(folder))
     frames.write_parquet(folder)
     return frames
 

@@ -20,7 +20,7 @@ from trainable.config.run_config import ConfigError, apply_overrides, format_val
 from trainable.config.setting_types import flatten_settings, format_value
 from trainable.families import get_family
 from trainable.files.json_values import DamagedFileError
-from trainable.files.paths import UnsafePathError, lock_file, open_regular
+from trainable.files.paths import UnsafePathError
 from trainable.runs.stop_rules import RULES
 from trainable.runs.study_record import RUN_FILE, STUDY_FILE, RunRecord, StudyRecord, find_record, read_record
 from tune_study.folder.origin import NOTHING, check_outside_values, find_usable_storage, list_plan_values
@@ -61,18 +61,6 @@ def read_study(folder: Path) -> StudyRecord:
             f"It reads {', '.join(FAMILIES)}: install the version that wrote the study."
         )
     return study
-
-
-def is_running(folder: Path) -> bool:
-    """Check whether a process holds the lock of the study's folder. Writes nothing."""
-    try:
-        with open_regular(folder / ".lock", "r") as handle:
-            lock_file(handle, is_shared=True)
-    except BlockingIOError:
-        return True
-    except OSError:  # no lock file: the study has never been started in this folder
-        return False
-    return False
 
 
 def plan_from_folder(
@@ -154,7 +142,7 @@ def _find_declaration(folder: Path, record: StudyRecord, own_study: OwnStudy | N
     name, entry = record.name, record.declaration
     if not get_family(record.family).trainable:
         raise PlanError(
-            f"The runs in {folder} were imported from logs of another trainer, so they cannot be continued here: "
+            f"The runs in {folder} are of another trainer, so they cannot be continued here: "
             "`status`, `report`, `explain`, `alarms`, `replay-stoppers` and `compare` read them."
         )
     if entry is not None:

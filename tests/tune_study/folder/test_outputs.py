@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +21,7 @@ from trainable.config.constants import SHIPPED_MODEL, SHIPPED_MODELS
 from trainable.files.json_values import read_object, write_object
 from trainable.runs.history import RunHistory, find_contradiction
 from trainable.runs.records import STATUSES
-from trainable.runs.run_files import read_rows
+from trainable.runs.run_files import acquire_lock, is_locked, read_rows
 from trainable.runs.study_record import ENDED_STATUSES, StatusRecord, find_record, read_record, write_record
 from tune_study.folder import statuses as statuses_module
 from tune_study.folder.outputs import check_writable, lock_folder, read_git_state, write_study
@@ -34,7 +34,7 @@ from tune_study.folder.statuses import (
     parse_skipped_statuses,
     write_summary,
 )
-from tune_study.folder.study_file import check_unchanged, is_running, plan_from_folder
+from tune_study.folder.study_file import check_unchanged, plan_from_folder
 from tune_study.placement.model_files import check_model, find_hub_cache, make_absolute
 from tune_study.placement.resources import preflight
 from tune_study.plan.errors import PlanError
@@ -110,6 +110,15 @@ def test_a_run_that_waited_in_vain_has_its_earlier_status_again(tmp_path: Path, 
     assert RunHistory.read(run_dir, spec.steps).status == status  # the driver was killed
     assert statuses.close("the study was interrupted") == ""
     assert find_record(StatusRecord, run_dir) == status
+
+
+@pytest.mark.parametrize(("trial_id", "expected"), [("t1", "interrupted"), ("", "running")])
+def test_only_a_run_without_a_trial_is_running_without_a_driver(tmp_path: Path, trial_id: str, expected: str) -> None:
+    write_record(tmp_path, StatusRecord(tmp_path.name, "running", trial_id=trial_id))
+    append_record(tmp_path / "metrics.jsonl", {"step": 3})
+    with closing(acquire_lock(tmp_path, 0)):
+        assert RunHistory.read(tmp_path, 9).status.status == expected
+    assert RunHistory.read(tmp_path, 9).status.status == "interrupted"
 
 
 def test_a_skipped_run_does_not_wait(tmp_path: Path) -> None:
@@ -226,7 +235,7 @@ def test_a_study_that_is_declared_otherwise_now_is_not_gone_on_with(tmp_path: Pa
 def test_a_glance_at_the_lock_does_not_refuse_a_start(tmp_path: Path) -> None:
     def check_lock() -> None:
         for _ in range(2000):
-            is_running(tmp_path)
+            is_locked(tmp_path)
 
     watcher = threading.Thread(target=check_lock)
     watcher.start()
@@ -267,11 +276,11 @@ def test_copies_of_a_study_are_run_independently(tmp_path: Path) -> None:
     with lock_folder(plan.folder):
         shutil.copytree(plan.folder, tmp_path / "copy")
         with lock_folder(tmp_path / "copy"):
-            assert is_running(plan.folder)
-        assert not is_running(tmp_path / "copy")
+            assert is_locked(plan.folder)
+        assert not is_locked(tmp_path / "copy")
         # A folder that is renamed while its study runs keeps its lock.
         plan.folder.rename(tmp_path / "renamed")
-        assert is_running(tmp_path / "renamed")
+        assert is_locked(tmp_path / "renamed")
 
 
 def test_a_model_of_another_machine_is_named_with_a_link_to_it(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from analysis.data.load import load
 from analysis.report.pages import summarize_study
 from trainable.config.setting_types import format_value
-from tune_study.folder.study_file import is_running
+from trainable.runs.run_files import is_locked
 from tune_study.plan.errors import PlanError
 
 CONDITIONS = ("worse", "collapsed")
@@ -15,7 +15,7 @@ CONDITIONS = ("worse", "collapsed")
 
 def read_results(folder: Path) -> dict[str, Any]:
     """Read verdicts and ends of runs of results/<run> (`summarize_study`), with the path of its report."""
-    answer = summarize_study(load(folder, live=is_running(folder)))
+    answer = summarize_study(load(folder, live=is_locked(folder)))
     return {**answer, "folder": str(folder), "page": str(folder / "report.html")}
 
 

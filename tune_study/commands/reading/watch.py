@@ -22,10 +22,9 @@ from analysis.report.live import LivePage
 from search_spaces.catalog import FAMILIES
 from search_spaces.language_model.family import PPO
 from trainable.files.json_values import DamageWarning
-from trainable.runs.run_files import METRICS_FILE
-from trainable.runs.study_record import OPEN_STATUSES
+from trainable.runs.run_files import METRICS_FILE, is_locked
+from trainable.runs.study_record import OPEN_STATUSES, STATUS_FILE
 from tune_study.folder import locate
-from tune_study.folder.study_file import is_running
 from tune_study.host.console import print_line
 from tune_study.plan.errors import as_plan_error
 from tune_study.plan.storage_uri import is_uri
@@ -51,7 +50,7 @@ _HEADERS = [
     ("X-Content-Type-Options", "nosniff"),
 ]
 
-Signature = tuple[bool, tuple[tuple[str, int, int], ...]]
+Signature = tuple[tuple[bool, ...], tuple[tuple[str, int, int], ...]]
 Answer = tuple[str, str, tuple[tuple[str, str], ...]]
 """Status, body and further headers of an HTTP answer."""
 WsgiApp = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
@@ -116,9 +115,12 @@ class LiveReport:
         if is_uri(self._run):
             return None
         folder = Path(self._run)
-        paths = sorted([*folder.glob(f"runs/*/{METRICS_FILE}"), *folder.glob("runs/*/status.json")])
+        paths = sorted([*folder.glob(f"runs/*/{METRICS_FILE}"), *folder.glob(f"runs/*/{STATUS_FILE}")])
         stats = [(str(path), path.lstat()) for path in paths]
-        return is_running(folder), tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
+        # The processes that write runs without a driver hold their locks.
+        run_dirs = (path.parent for path in paths if path.name == STATUS_FILE)
+        locks = tuple(map(is_locked, (folder, *run_dirs)))
+        return locks, tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
 
     def _read(self, earlier: LivePage | None) -> LivePage:
         """Read the study, and draw its report unless `earlier` has one."""
@@ -129,6 +131,7 @@ class LiveReport:
             warnings.simplefilter("always", DamageWarning)
             with as_plan_error(ValueError):
                 frames = load(folder, live=is_running)
+            is_running |= "running" in frames.runs["status"].to_list()
             problems = [str(warning.message) for warning in caught if warning.category is DamageWarning]
             family = FAMILIES.get(frames.studies[0].family, PPO)
             metric = (family.progress_columns[0].column, family.progress_columns[0].name)

@@ -63,7 +63,7 @@ def test_commands_that_read_studies_read_imported_ones(study: Imported, command:
 def test_compare_reads_imported_studies_and_resume_refuses_them(study: Imported, work_dir: Path) -> None:
     assert "no effect in 0, 0.1" in get_output(f"compare {study.folder} {study.folder}")
     answer = type_in(f"resume {study.folder} --dry-run")
-    assert (answer.code, "were imported from logs of another trainer" in answer.err) == (2, True)
+    assert (answer.code, "are of another trainer, so they cannot" in answer.err) == (2, True)
 
 
 def test_transcripts_prints_the_completions_of_trl(tmp_path: Path) -> None:

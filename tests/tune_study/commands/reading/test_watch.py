@@ -16,6 +16,7 @@ import pytest
 
 from analysis import load
 from analysis.report.live import LivePage
+from analysis.sources.attach import AttachedRun
 from tests.fakes.command_line import read_files
 from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeRun, write_study
@@ -145,6 +146,20 @@ def test_a_driver_that_ends_makes_a_new_page(folder: Path) -> None:
         assert "kl (laptop): running, 1 of 2" in report.render(10)
         lock.close()
         wait_for(lambda: "kl (laptop): not running, 1 of 2" in report.render(10))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("quick_looks")
+def test_a_run_that_its_trainer_writes_is_running_while_the_trainer_is(tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    run = AttachedRun(folder, "a", 1, "", {}, "trl", {"max_steps": 9})
+    with watch.LiveReport(str(folder)) as report:
+        assert "study (): running, 0 of 1 runs have ended" in report.render(10)
+        for step in (1, 2):
+            run.log({"reward": 0.5, "eval_reward": 0.25}, step)
+        wait_for(lambda: "1 of 9" in report.render(10))
+        run._lock.close()  # as if its process were killed
+        wait_for(lambda: "not running, 0 of 1 runs have ended" in report.render(10))
 
 
 @pytest.mark.long
