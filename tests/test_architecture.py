@@ -110,6 +110,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "trainable.runs.study_record",
     ),
     "search_spaces": ("search_spaces", "trainable.command.config", "trainable.families"),
+    "search_spaces.ragen": ("search_spaces", "trainable.command.config", "trainable.config", "trainable.families"),
     # Read: of `trainable` only the names and types of rows, how files are written, and the thresholds of stop rules.
     "analysis": (
         "analysis",
@@ -130,6 +131,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     # Writes runs.
     "analysis.sources.attach": (
+        "trainable.config.setting_types",
         "analysis.sources.importing",
         "trainable.files",
         "trainable.runs.failures",

@@ -16,6 +16,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from analysis.sources.importing import find_planned_steps, make_entry, make_study
+from trainable.config.setting_types import SECRET_NAME
 from trainable.files.json_lines import append_line, read_lines
 from trainable.files.paths import make_folder
 from trainable.runs.failures import classify_failure
@@ -38,7 +39,6 @@ VERL_BACKEND = "tune_study"
 _OWN_NAMES: Mapping[str, str] = MappingProxyType({})
 _STUDY_SECONDS, _RUN_SECONDS = 60.0, 5.0
 """How long to wait for other processes that add a run, and for one that trains this run and may be about to end."""
-_SECRET_NAME = re.compile(r"key|token(?!iz)|secret|passw|credential", re.IGNORECASE)
 _SECRET_TEXT = re.compile(
     r"//[^/\s]+@|\b(hf_|sk-|gh[ps]_)\w{8}|(key|token|secret|passw\w*)['\"]?[\s=:,]", re.IGNORECASE
 )
@@ -136,8 +136,8 @@ def end_open_runs() -> None:
 
 def _is_secret(key: str, value: object) -> bool:
     text, environ = str(value), os.environ.items()
-    has_known_secret = any(_SECRET_NAME.search(name) and len(known) >= 8 and known in text for name, known in environ)
-    looks_like_secret = _SECRET_NAME.search(key) or _SECRET_TEXT.search(text) or has_known_secret
+    has_known_secret = any(SECRET_NAME.search(name) and len(known) >= 8 and known in text for name, known in environ)
+    looks_like_secret = SECRET_NAME.search(key) or _SECRET_TEXT.search(text) or has_known_secret
     return isinstance(value, str | list) and bool(looks_like_secret)
 
 

@@ -13,6 +13,7 @@ from trainable.config.base_config import EXECUTION_SETTINGS, BaseRunConfig, Base
 from trainable.config.command_lines import quote_argument, split_words
 from trainable.config.sections import EarlyStopConfig
 from trainable.config.setting_types import (
+    SECRET_NAME,
     Common,
     NonNegative,
     Outside,
@@ -33,7 +34,6 @@ CONSOLE = "{console}"
 _FIELD = re.compile(r"\{([\w.+~/@-]+)\}")
 _SEED_FIELD = re.compile(r"\{seed\*(\d+)\+(\d+)\}")
 _FLAGS, _OVERRIDES = "{flags}", "{overrides}"
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.IGNORECASE)
 _HYDRA_WORD = re.compile(r"[\w./:+-]+", re.ASCII)
 """A value that Hydra reads as it is, without quotes."""
 _PLACES = ("output", "console", "settings_file", "run", "attempt", "gpu_ids")
@@ -74,7 +74,7 @@ class CommandSection(SettingsSection):
         } | {
             f"environment: the value of {name} would be written to the study's folder, and it looks like a secret: "
             f"leave it out and type `export {name}=...` before the study starts, which the command inherits": bool(
-                _SECRET.search(name)
+                SECRET_NAME.search(name)
             )
             for name in names
         }
@@ -121,9 +121,10 @@ class CommandConfig(BaseRunConfig):
     )
 
     seed: int = Field(0, ge=0, le=400, description="the seed of the run, {seed} in the command")
-    command: CommandSection = CommandSection()
-    trainer: CommandRunnerConfig = CommandRunnerConfig()
-    early_stop: EarlyStopConfig = EarlyStopConfig()
+    # Made when they are needed: nearly all processes that know this class train no command.
+    command: CommandSection = Field(default_factory=CommandSection)
+    trainer: CommandRunnerConfig = Field(default_factory=CommandRunnerConfig)
+    early_stop: EarlyStopConfig = Field(default_factory=EarlyStopConfig)
 
     def list_rejections(self) -> dict[str, bool]:
         """See `SettingsSection`."""
@@ -249,7 +250,10 @@ class _OwnSection(SettingsSection):
 
 
 def _find_type(value: Value, typed: Sequence[str]) -> Any:
+    # A text may be the program itself, or an argument that names a file.
     if value is None:
-        return Annotated[str | None, ParseNull]
+        return Annotated[str | None, ParseNull, Outside("program")]
+    if isinstance(value, str):
+        return Annotated[str, Outside("program")]
     is_number = type(value) is int and not all(re.fullmatch(r"[+-]?\d+", text.strip()) for text in typed)
     return float if is_number else type(value)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from trainable.config.setting_types import SECRET_NAME
 from trainable.runs.orphans import MARK_ENV, terminate_orphans
 
 _RAY_PREFIX = "RAY_"
@@ -18,7 +19,6 @@ _OWN_RAY: Mapping[str, str] = {"RAY_ADDRESS": "local"}
 would wait for the CPUs and GPUs that the run itself holds. Without an address it would join one that `ray start` has
 started."""
 _TAIL_BYTES = 16_384
-_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.IGNORECASE)
 
 
 _PR_SET_PDEATHSIG = 1
@@ -84,7 +84,7 @@ class CommandProcess:
             file.seek(max(0, self.console.stat().st_size - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
         for name, value in os.environ.items():
-            if _SECRET_NAME.search(name) and len(value) >= 8:
+            if SECRET_NAME.search(name) and len(value) >= 8:
                 text = text.replace(value, f"<{name}>")
         return text
 

@@ -27,6 +27,8 @@ def is_common(field: FieldInfo) -> bool:
     return _COMMON_MARKER in field.metadata
 
 
+SECRET_NAME = re.compile(r"key|token(?!iz)|secret|passw|credential", re.IGNORECASE)
+"""Matches the name of a setting or variable whose value nobody else should read."""
 OutsideKind = Literal["host", "variable", "file", "model", "program"]
 
 

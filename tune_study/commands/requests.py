@@ -68,9 +68,9 @@ class StudyRequest:
         option("FILE", "A file with a line KEY=VALUE per setting, repeatable; --set takes precedence."),
     ] = None
     kl_type: Annotated[str | None, option("NAME", "Study smoke: low_var_kl (default), kl or mse.")] = None
-    trainer: Annotated[str | None, option("NAME", "Studies kl and top-p: ragen trains them, see docs/your_trainer.md.")] = (
-        None
-    )
+    trainer: Annotated[
+        str | None, option("NAME", "Studies kl and top-p: ragen trains them, see docs/your_trainer.md.")
+    ] = None
     rollout_filter_include_zero: Annotated[
         str | None,
         option("BOOL", "Keep groups whose rewards are all equal; default in the studies kl and entropy: True."),

@@ -17,8 +17,9 @@ from tests.fakes import command_trainer
 from tests.fakes.command_trainer import compute_reward
 from trainable.command.config import CommandConfig, make_config_class
 from trainable.command.trainer import make_family
+from trainable.config.run_config import list_outside_settings
 from trainable.runs.failures import classify_failure
-from trainable.runs.orphans import MARK_ENV
+from trainable.runs.orphans import MARK_ENV, find_orphans
 from trainable.runs.training import StepReport, TrainingLoop
 
 SCRIPT = shlex.join([sys.executable, command_trainer.__file__])
@@ -161,7 +162,7 @@ def test_a_rule_stops_the_command_and_all_that_it_started(place: Place) -> None:
     assert daemon.is_running()
     loop.close()
     assert not daemon.is_running()
-    assert [process for process in psutil.Process().children(recursive=True) if process.is_running()] == []
+    assert find_orphans(place.folder) == []
 
 
 def test_a_command_that_ignores_sigterm_is_killed(place: Place) -> None:
@@ -169,7 +170,7 @@ def test_a_command_that_ignores_sigterm_is_killed(place: Place) -> None:
     loop = place.start(run=shlex.join([sys.executable, "-c", script]), stop_seconds=0.2)
     assert loop.trainer is not None
     assert not loop.trainer.step(lambda: None).rows
-    (child,) = psutil.Process().children()
+    (child,) = find_orphans(place.folder)
     loop.close()
     assert not child.is_running()
 
@@ -269,6 +270,12 @@ def test_settings_go_into_words_and_a_file(place: Place) -> None:
     take_reports(place.start())
     assert json.loads((place.output / "settings.json").read_text()) == {"beta": 0.2}
     assert isinstance(config, CommandConfig)
+
+
+def test_texts_of_settings_may_be_programs() -> None:
+    config_class = make_config_class({"beta": 0.1, "n": 2, "flag": True, "python": "python", "model.path": None}, {})
+    assert {"args.python", "args.model.path", "command.run"} <= set(list_outside_settings(config_class))
+    assert not {"args.beta", "args.n", "args.flag"} & set(list_outside_settings(config_class))
 
 
 def test_rejected_settings() -> None:

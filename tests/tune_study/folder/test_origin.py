@@ -13,7 +13,7 @@ from search_spaces.catalog import FAMILIES
 from tests.fakes.command_line import assert_refused, type_in
 from tests.fakes.plans import plan_study, write_started_study
 from trainable.config.run_config import list_outside_settings
-from trainable.config.setting_types import Outside
+from trainable.config.setting_types import Outside, OutsideKind
 from trainable.files.json_values import read_object, write_object
 from trainable.runs.study_record import StudyRecord
 from tune_study.folder.origin import find_state_folder, find_usable_storage, list_outside_values, list_typed_before
@@ -26,6 +26,7 @@ from tune_study.plan.study_plan import StudyPlan
 NAME = "one of a list of names"
 CODE = "a name of the package, or a file of the user, which is executed only if it is typed"
 
+KINDS = get_args(OutsideKind)
 SETTINGS = {
     "model.path": "model",
     "model.reference_path": "model",
@@ -46,6 +47,9 @@ SETTINGS = {
     "algorithm.adv_estimator": CODE,
     "trainer.own_stop_rules": CODE,
     "early_stop.alarm": "a comparison of a column, which is parsed",
+    **{f"command.{name}": "program" for name in ("run", "resume", "checkpoints", "logs", "environment", "folder")},
+    "command.columns": "names of measurements in a log",
+    "command.retry": "a regular expression, which is searched in what a command printed",
     "mnist_folder": "file",
     "text_file": "file",
     "model_name": "model",
@@ -128,7 +132,7 @@ def test_every_text_of_a_configuration_is_in_the_table() -> None:
         for name, field in texts.items()
     }
     outside = {name: kind for name, kind in kinds.items() if kind is not None}
-    assert outside == {name: text for name, text in SETTINGS.items() if text in ("host", "file", "model", "variable")}
+    assert outside == {name: text for name, text in SETTINGS.items() if text in KINDS}
     listed = {name for family in FAMILIES.values() for name in list_outside_settings(family.config_class)}
     assert listed == outside.keys()
 
