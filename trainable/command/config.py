@@ -60,8 +60,8 @@ class CommandSection(SettingsSection):
     folder: Annotated[str, Outside("program")] = "."
     """the folder in which the command runs"""
     retry: Annotated[str, require(is_pattern, "must be a regular expression")] = ""
-    """pattern of the last lines of the console after which a failed run is repeated, such as `NCCL|died`; runs whose
-    process a signal has ended always are"""
+    """pattern of the exit code and the last lines of the console after which a failed run is repeated, such as
+    `exit code 75|NCCL`; runs whose process a signal has ended always are"""
     stop_seconds: Patience = 30.0
     """seconds from SIGTERM to SIGKILL when a rule or the study stops the command"""
 

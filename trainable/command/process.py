@@ -66,7 +66,7 @@ class CommandProcess:
     def explain_end(self, retry: str) -> Exception:
         """Make the error of a process that failed: a RuntimeError if repeating the run may help, else a CommandError.
 
-        retry: a pattern of the last lines of the console after which it may.
+        retry: a pattern of `exit code N` and the last lines of the console after which it may.
         """
         code, tail = self._process.wait(), self.read_tail()
         last_line = next((line.strip() for line in reversed(tail.splitlines()) if line.strip()), "it printed nothing")
@@ -76,7 +76,8 @@ class CommandProcess:
             name = signal.Signals(number).name
             return RuntimeError(f"the command was ended by {name}; its last line: {last_line} ({self.console})")
         text = f"the command ended with exit code {code}: {last_line} ({self.console})"
-        return RuntimeError(text) if retry and re.search(retry, tail) else CommandError(text)
+        is_retried = retry and re.search(retry, f"exit code {code}\n{tail}")
+        return RuntimeError(text) if is_retried else CommandError(text)
 
     def read_tail(self) -> str:
         """Read the last lines of the console, in which values of secret variables are replaced by their names."""

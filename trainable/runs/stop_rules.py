@@ -71,12 +71,16 @@ def detect_reward_variance_collapse(history: History, settings: EarlyStopConfig)
         max(v_{n - variance_window + 1} .. v_n) < variance_ratio * baseline.
     Value: the maximum. Threshold: variance_ratio * baseline. Source: the published code, which calls it variance,
     although it is a standard deviation. Steps without a measured reward_std or groups_kept count as empty, and are
-    neither in the baseline nor in the window. A baseline of 0 gives a threshold of 0, so the rule never fires.
+    neither in the baseline nor in the window. Trainers without a filter never measure groups_kept, and have no empty
+    step. A baseline of 0 gives a threshold of 0, so the rule never fires.
     """
     observed_stds: list[float] = []
     baseline_steps, window = settings.variance_baseline_steps, settings.variance_window
+    measures_groups = False
     for step, std, groups_kept in zip(history.steps, history.reward_std, history.groups_kept, strict=True):
-        if std is None or groups_kept is None or groups_kept <= 0:
+        measures_groups |= groups_kept is not None
+        is_empty = measures_groups if groups_kept is None else groups_kept <= 0
+        if std is None or is_empty:
             continue
         observed_stds.append(std)
         if len(observed_stds) < baseline_steps + window:

@@ -25,25 +25,28 @@ OUR_COLUMNS = frozenset(column.name for column in (*STEP_COLUMNS, *IMPORTED_COLU
 
 
 class Name(NamedTuple):
-    """One of the trainer's names for a column of ours: a sum of terms, or its complement to 1."""
+    """One of the trainer's names for a column of ours: a sum of terms, its complement to 1, or its negative."""
 
     column: str
     terms: tuple[re.Pattern[str], ...]
     """Patterns of the names whose values are added. The values of all names that match one pattern are averaged."""
     is_complement: bool = False
+    is_negative: bool = False
 
 
 def parse_name(column: str, key: str) -> Name:
     """Parse a key of `names.csv`: names with wildcards, joined by ` + `, after `1 - ` for the complement.
+
+    After `- ` the number is better if it is lower, and its sign is changed.
 
     A name that begins with `^` is a regular expression.
 
     >>> parse_name("zero_std_fraction", "1 - solved_some").is_complement
     True
     """
-    terms = key.removeprefix("1 - ").split(" + ")
+    terms = key.removeprefix("1 ").removeprefix("- ").split(" + ")
     patterns = tuple(re.compile(term if term.startswith("^") else translate(term)) for term in terms)
-    return Name(column, patterns, key.startswith("1 - "))
+    return Name(column, patterns, key.startswith("1 - "), key.startswith("- "))
 
 
 @cache
@@ -103,7 +106,7 @@ def translate_rows(log: RunLog, own_names: Sequence[Name] = (), trainer: str = "
             if is_rounded and name.column not in KEEPS_ZERO:
                 continue
             total = sum(sum(row.values[key] for key in term_keys) / len(term_keys) for term_keys in keys_by_term)
-            values[name.column] = 1 - total if name.is_complement else total
+            values[name.column] = 1 - total if name.is_complement else -total if name.is_negative else total
         translated.append((row, values))
     shift = int(any(row.step == 0 and "train_reward" in values for row, values in translated))
     if shift:

@@ -180,6 +180,8 @@ def test_a_command_that_ignores_sigterm_is_killed(place: Place) -> None:
     [
         ("--fail-at 4", {}, "error", False, "ended with exit code 3: ValueError: a fault ("),
         ("--fail-at 4 --message 'NCCL error'", {"retry": "NCCL|died"}, "error", True, "exit code 3: NCCL error ("),
+        ("--fail-at 4", {"retry": "exit code 3"}, "error", True, "exit code 3: ValueError: a fault ("),
+        ("--fail-at 4", {"retry": "exit code 2"}, "error", False, "exit code 3: ValueError: a fault ("),
         ("--fail-at 4 --signal 9", {}, "error", True, "ended by SIGKILL; its last line: ValueError: a fault ("),
         ("--fail-at 4 --message 'CUDA out of memory'", {"retry": "CUDA"}, "out of memory", True, "CUDA out of memory"),
     ],

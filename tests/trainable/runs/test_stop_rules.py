@@ -44,6 +44,10 @@ DECISIONS: dict[str, tuple[list[dict[str, Any]], StopDecision | None]] = {
     "out of the window": (make_rows([2.0] * 10 + [0.19] * 4 + [0.2] + [0.19] * 10), collapse(0.19, 0.2, 25)),
     "the largest of the window": (make_rows([2.0] * 10 + [0.01] * 9 + [0.15]), collapse(0.15, 0.2, 20)),
     "a baseline of zero": (make_rows([0.0] * 40), None),
+    "a trainer without a filter": (
+        [{"step": step, "reward_std": 2.0 if step <= 10 else 0.19} for step in range(1, 21)],
+        collapse(0.19, 0.2, 20),
+    ),
     "a missing spread": (make_rows([2.0] * 10 + [0.19] * 5 + [math.nan] + [0.19] * 5), collapse(0.19, 0.2, 21)),
     # Low validation success.
     "four low validations": (make_validation_rows([0.5, 0.004, 0.002, 0.0, 0.006]), None),

@@ -11,6 +11,7 @@ import pytest
 from analysis.sources.importing import name_runs
 from tests.trainable.sources.logs import read_log, write_chart, write_json_lines
 from tests.trainable.sources.trackers import write_wandb
+from trainable.runs.history import describe_end
 from trainable.sources.logs import ROLES_BY_NAME, LogError, Roles, RunLog
 from trainable.sources.names import find_trainer, parse_name, translate_rows
 from trainable.sources.reading import read_logs, read_runs
@@ -313,3 +314,28 @@ def test_every_trainer_has_a_success(tmp_path: Path, trainer: str, values: dict[
     (row,) = translate_rows(log)
     assert row["val_success"] == 0.5
     assert any("AReaL" in note for note in log.notes) == (trainer == "areal")
+
+
+def test_names_that_mean_something_else_here_are_those_of_the_trainer(tmp_path: Path) -> None:
+    """The reward_std of TRL is over a batch, and ours is within groups."""
+    rows = [{"step": 1, "reward": 0.5, "reward_std": 0.4, "frac_reward_zero_std": 0.25}]
+    (row,) = translate_rows(read_log(write_json_lines(tmp_path / "log.jsonl", rows)))
+    assert (row["trl/reward_std"], row["zero_std_fraction"]) == (0.4, 0.25)
+    assert "reward_std" not in row
+
+
+def test_a_number_that_is_better_if_it_is_lower_changes_its_sign(tmp_path: Path) -> None:
+    log = read_log(write_json_lines(tmp_path / "log.jsonl", [{"step": 1, "reward": 0.5, "error": 0.25}]))
+    for key, expected in {"- error": -0.25, "1 - error": 0.75, "error": 0.25, "- error + reward": -0.75}.items():
+        (row,) = translate_rows(log, [parse_name("val_success", key)])
+        assert row["val_success"] == expected
+
+
+def test_the_rule_by_which_ragen_has_stopped_a_run(tmp_path: Path) -> None:
+    names = {"critic/score/mean": 0.5, "actor/entropy": 1.0, "val-env/CoordSokoban/success": 0.25}
+    rows: list[dict[str, Any]] = [{"step": step, **names} for step in (1, 2)]
+    rows[1]["early_stopped/low_validation_success"] = 1.0
+    first, last = translate_rows(read_log(write_json_lines(tmp_path / "log.jsonl", rows)))
+    assert "stop_rule" not in first
+    assert (last["stop_rule"], last["stop_step"], last["val_success"]) == ("low_validation_success", 2, 0.25)
+    assert describe_end([first, last], 400) == ("early_stopped", "low_validation_success at step 2")
