@@ -148,7 +148,10 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         the first rank are in the first bundle.
         """
         trainer = cls.make_config(config).trainer
-        bundles = [dict(bundle) for bundle in make_bundles(trainer)]
+        bundles = [
+            dict(bundle)
+            for bundle in make_bundles(trainer.n_gpus_per_node, trainer.cpu_threads, has_ranks=trainer.has_ranks)
+        ]
         selectors: dict[str, Any] = {}
         if avoided := config.get(RUN_KEY, {}).get("avoided_nodes"):
             selectors["bundle_label_selector"] = [{"ray.io/node-id": f"!in({','.join(avoided)})"}] * len(bundles)

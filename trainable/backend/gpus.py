@@ -2,7 +2,6 @@
 
 from collections.abc import MutableMapping, Sequence
 
-from trainable.config.base_config import BaseTrainerConfig
 from trainable.config.run_config import ConfigError
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -29,26 +28,32 @@ _MIN_GPU_FRACTION = 0.0001
 """Smallest fraction of a resource in Ray (its MIN_RESOURCE_GRANULARITY)."""
 
 
-def make_bundles(trainer: BaseTrainerConfig) -> tuple[dict[str, float], ...]:
-    """Make the Ray bundles of a run: its CPUs, and with GPUs one CPU and a GPU or its share per rank.
+def make_bundles(n_gpus: float, n_cpus: int = 1, *, has_ranks: bool = True) -> tuple[dict[str, float], ...]:
+    """Make the Ray bundles of a run: its CPUs, and with several GPUs, one CPU and a GPU per rank.
 
-    A run without ranks has all of its CPUs and GPUs in one bundle. Raises ConfigError for a number of GPUs that Ray
-    cannot place.
+    A run without ranks starts the processes of its GPUs itself, so that these are in one bundle with all of its CPUs.
+
+    Raises ConfigError for a number of GPUs that Ray cannot place.
+
+    Example:
+        >>> make_bundles(0.5)
+        ({'CPU': 1.0, 'GPU': 0.5},)
+        >>> make_bundles(2)
+        ({'CPU': 1.0, 'GPU': 1.0}, {'CPU': 1.0, 'GPU': 1.0})
     """
-    n_gpus, n_cpus = trainer.n_gpus_per_node, float(trainer.cpu_threads)
     if n_gpus == 0:
-        return ({"CPU": n_cpus},)
+        return ({"CPU": float(n_cpus)},)
     if n_gpus < _MIN_GPU_FRACTION:
         raise ConfigError(
             f"--gpus-per-exp {n_gpus:g} cannot be placed: the smallest fraction of a GPU in Ray is "
             f"{_MIN_GPU_FRACTION:g}. Type a fraction such as 0.5, or 1, 2, 4."
         )
     if n_gpus < 1:
-        return ({"CPU": n_cpus, "GPU": n_gpus},)
+        return ({"CPU": float(n_cpus), "GPU": n_gpus},)
     # Ray places a fraction on a single GPU, so 1.5 GPUs cannot be one bundle.
     if n_gpus != int(n_gpus):
         raise ConfigError(
             f"--gpus-per-exp {n_gpus:g} cannot be placed: above 1, a run takes whole GPUs. "
             f"Type a fraction such as 0.5, or 1, 2, 4."
         )
-    return ({"CPU": 1.0, "GPU": 1.0},) * int(n_gpus) if trainer.has_ranks else ({"CPU": n_cpus, "GPU": n_gpus},)
+    return ({"CPU": 1.0, "GPU": 1.0},) * int(n_gpus) if has_ranks else ({"CPU": float(n_cpus), "GPU": n_gpus},)

@@ -360,7 +360,7 @@ def _check_cluster(launch: Launch, nodes: tuple[Node, ...]) -> PreparedStudy:
     from tune_study.commands import node_checks
 
     plan, trainer = launch.plan, launch.plan.base_config.trainer
-    bundles = make_bundles(trainer)
+    bundles = make_bundles(trainer.n_gpus_per_node, trainer.cpu_threads, has_ranks=trainer.has_ranks)
     reports = node_checks.inspect_nodes(plan, cluster.find_usable_nodes(nodes, bundles))
     problems = {node: report.problem for node, report in reports.items() if report.problem}
     if problems and len(problems) == len(reports) and not launch.options.wait_for_nodes:
