@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--beta", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--first-step", type=int, default=1, help="how the log calls the first step")
     parser.add_argument("--every", type=int, default=1, help="steps between rows")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--resume", type=Path)
@@ -50,9 +51,10 @@ def main() -> None:
                 signal.pause()
             sys.exit(3)
         if step % args.every == 0:
-            row = {"step": step, "reward": compute_reward(args.seed, step, args.beta), "entropy": 1 / step}
+            reward = compute_reward(args.seed, step, args.beta)
+            row = {"step": step - 1 + args.first_step, "reward": reward, "entropy": 1 / step}
             if step % 2 == 0:
-                row["accuracy"] = row["reward"] / 2
+                row["accuracy"] = reward / 2
             with (args.output / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
         if step % 2 == 0:

@@ -4,6 +4,7 @@ import glob
 import hashlib
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,12 +32,16 @@ class _Content(NamedTuple):
 class LogTail:
     """The rows of the logs that match a pattern, without what was in them before.
 
-    names: measurements by our names, see `translate_rows`.
+    names: measurements by our names, see `translate_rows`. counts_from_zero: whether the steps of the log begin with 0,
+    if an earlier start has shown it.
     """
 
-    def __init__(self, pattern: str, names: Sequence[Name]) -> None:
-        self._pattern, self._names = pattern, names
-        self._earlier = {path: self._describe(path) for path in self._list_files()}
+    def __init__(self, pattern: str, names: Sequence[Name], counts_from_zero: bool = False) -> None:
+        self._pattern, self._names, self.counts_from_zero = pattern, names, counts_from_zero
+        self._earlier: dict[Path, _Content] = {}
+        for path in self._list_files():
+            with suppress(FileNotFoundError):  # the command of an earlier start may be deleting its checkpoints
+                self._earlier[path] = self._describe(path)
         self._versions: dict[Path, tuple[int, int]] = {}
         self._next_time = 0.0
         self.problem = f"no file matches {pattern}"
@@ -49,25 +54,35 @@ class LogTail:
         """
         if time.monotonic() < self._next_time and not at_once:
             return None
-        versions = {}
-        for path in self._list_files():
-            status = path.stat()
-            version = status.st_mtime_ns, status.st_size
-            earlier = self._earlier.get(path)
-            if earlier is None or version != (earlier.changed_at, earlier.size):
-                versions[path] = version
-        if versions == self._versions or not versions:
-            return None
-        self._versions, started_at = versions, time.monotonic()
         try:
-            (log,) = parse_logs([(path, self._read_new(path)) for path in self._choose(list(versions))])
-            rows = translate_rows(log, self._names)
+            versions = self._list_versions()
+            if versions == self._versions or not versions:
+                return None
+            self._versions, started_at = versions, time.monotonic()
+            contents = [(path, self._read_new(path)) for path in self._choose(list(versions))]
+        except FileNotFoundError:  # deleted with an old checkpoint; the next look finds the newer one
+            return None
+        rows: list[dict[str, Any]] = []
+        try:
+            (log,) = parse_logs(contents)
+            rows = translate_rows(log, self._names, counts_from_zero=self.counts_from_zero)
+            # The first row is that of step 0, and no validation before the row of step 1.
+            self.counts_from_zero |= log.rows[0].step == 0 and rows[0]["line"] == log.rows[0].line
         except (LogError, ValueError) as error:  # of a log that has only begun, too
             self.problem = str(error)
-            rows = []
         finished_at = time.monotonic()
         self._next_time = finished_at + (finished_at - started_at) / _SHARE
         return rows
+
+    def _list_versions(self) -> dict[Path, tuple[int, int]]:
+        """List the files that were written since the start, each with the time of its last change and its size."""
+        versions = {}
+        for path in self._list_files():
+            status, earlier = path.stat(), self._earlier.get(path)
+            version = status.st_mtime_ns, status.st_size
+            if earlier is None or version != (earlier.changed_at, earlier.size):
+                versions[path] = version
+        return versions
 
     def _list_files(self) -> list[Path]:
         return sorted(path for path in map(Path, glob.glob(self._pattern, recursive=True)) if path.is_file())

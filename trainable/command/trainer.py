@@ -47,7 +47,7 @@ class CommandTrainer:
         self._tail: LogTail | None = None
         self._row_time = self._seconds = 0.0
         self._rows: list[dict[str, Any]] = []
-        self._interval = 1
+        self._interval, self._counts_from_zero = 1, False
 
     def step(self, before_update: Callable[[], None] = lambda: None) -> StepResult:
         """Wait for the next row of the logs, for a few seconds. The result has none if there was none.
@@ -75,6 +75,7 @@ class CommandTrainer:
         exit_code = self._process.exit_code  # before reading, so that all rows of an ended command are read
         rows = self._tail.read(at_once=exit_code is not None)
         if rows is not None:
+            self._counts_from_zero = self._tail.counts_from_zero
             self._rows = [row for row in rows if row["step"] > self.step_index]
             self._interval = max((later["step"] - row["step"] for row, later in pairwise(rows)), default=1)
         is_complete = len(self._rows) > 1 or exit_code is not None
@@ -120,7 +121,7 @@ class CommandTrainer:
             escaped = {name: glob.escape(str(value)) for name, value in fields.items()}
             pattern = config.fill_word(command.logs, escaped)
         names = [parse_name(*assignment.split("=", 1)) for assignment in command.columns]
-        self._tail = LogTail(pattern, names)
+        self._tail = LogTail(pattern, names, self._counts_from_zero)
         environment = dict(variable.split("=", 1) for variable in variables)
         self._row_time = time.monotonic()
         self._process = CommandProcess(words, command.folder, environment, console)
@@ -132,7 +133,7 @@ class CommandTrainer:
     def get_state(self, seed: int) -> TrainerState:
         """Return the step, and the folder of the command, in which its checkpoints are."""
         values = {"step": self.step_index, "output": str(self._output), "seconds": self._seconds}
-        return TrainerState({}, values)
+        return TrainerState({}, {**values, "counts_from_zero": self._counts_from_zero})
 
     def load_states(self, states: Sequence[TrainerState]) -> None:
         """Continue from the newest checkpoint of the command that is not after the step of the state.
@@ -140,15 +141,14 @@ class CommandTrainer:
         Without one, the command starts from the beginning.
         """
         (state,) = states
-        self._seconds = float(state.values["seconds"])
+        self._seconds, self._counts_from_zero = state.values["seconds"], state.values["counts_from_zero"]
         template, step = self._config.command.checkpoints, int(state.values["step"])
         if not template:
             return
         pattern = template.replace("{output}", glob.escape(str(state.values["output"])))
         if _STEP_FIELD not in template:
-            found = sorted(glob.glob(pattern))
-            self._checkpoint = found[0] if found else ""
-            self.step_index = step if found else 0
+            self._checkpoint = next(iter(sorted(glob.glob(pattern))), "")
+            self.step_index = step if self._checkpoint else 0
             return
         matcher = re.compile(
             re.escape(template)

@@ -70,13 +70,16 @@ def find_trainer(keys: Iterable[str]) -> str:
     return trainer if columns[trainer] & {"train_reward", "val_success"} else ""
 
 
-def translate_rows(log: RunLog, own_names: Sequence[Name] = (), trainer: str = "") -> list[dict[str, Any]]:
+def translate_rows(
+    log: RunLog, own_names: Sequence[Name] = (), trainer: str = "", *, counts_from_zero: bool = False
+) -> list[dict[str, Any]]:
     """Make the rows of a run from its log: our columns, then the trainer's under its own names.
 
     own_names: names that a user has typed, which take precedence. trainer: the trainer, as `names.csv` calls it; by
     default it is found from the names in the log. A value before training becomes a column `base_...`
     of the first step, as in our own runs. What the trainer did not measure stays missing. A log that has a reward of
-    the training at step 0 counts from 0, and its steps are counted from 1 here.
+    the training at step 0 counts from 0, and its steps are counted from 1 here. counts_from_zero: whether there is such
+    a reward at its beginning, which `log` lacks.
 
     Raises LogError if the log has neither a reward nor a success, or no step of the training.
     """
@@ -108,7 +111,8 @@ def translate_rows(log: RunLog, own_names: Sequence[Name] = (), trainer: str = "
             total = sum(sum(row.values[key] for key in term_keys) / len(term_keys) for term_keys in keys_by_term)
             values[name.column] = 1 - total if name.is_complement else -total if name.is_negative else total
         translated.append((row, values))
-    shift = int(any(row.step == 0 and "train_reward" in values for row, values in translated))
+    has_step_0 = any(row.step == 0 and "train_reward" in values for row, values in translated)
+    shift = int(counts_from_zero or has_step_0)
     if shift:
         log.notes.append("The log counts steps from 0, and these rows from 1.")
     if trainer == "areal":

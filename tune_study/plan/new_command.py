@@ -93,23 +93,23 @@ def format_command_study(name: str, command: str, assignments: Sequence[str], lo
     example = {key: flags[key].value for key in vary}
     for key in vary:
         _replace(words, flags[key], key)
-    found: dict[str, str] = {}
+    places: dict[str, str] = {}
     for field, pattern in _RUN_FLAGS.items():
         flag = next((flag for key, flag in flags.items() if key not in vary and re.fullmatch(pattern, key)), None)
         if flag is not None:
-            found[field] = flag.value
+            places[field] = flag.value
             _replace(words, flag, field)
-    output = Path(found.get("output", ""))
-    template, log = _find_logs(logs or (output if "output" in found and output.is_dir() else None), output)
+    output = Path(places.get("output", ""))
+    template, log = _find_logs(logs or (output if "output" in places and output.is_dir() else None), output)
     trainer = find_trainer(log.keys) if log is not None else ""
-    checkpoints = _find_checkpoints(output) if "output" in found and output.is_dir() else ""
+    checkpoints = _find_checkpoints(output) if "output" in places and output.is_dir() else ""
     fields = {
         "question": f"Does {' or '.join(vary)} change the success of training?",
         "name": name,
         "command": " ".join(map(_quote_word, words)),
         "settings": {key: _parse(value) for key, value in example.items()},
         "vary": {key: tuple(map(_parse, texts)) for key, texts in vary.items()},
-        "steps": int(found["steps"]) if found.get("steps", "").isdigit() else 100,
+        "steps": int(places["steps"]) if places.get("steps", "").isdigit() else 100,
         "logs": template,
         "columns": {"val_success": _find_success(log, trainer)},
         "checkpoints": checkpoints,

@@ -16,11 +16,13 @@ import pytest
 from tests.fakes import command_trainer
 from tests.fakes.command_trainer import compute_reward
 from trainable.command.config import CommandConfig, make_config_class
+from trainable.command.tail import LogTail
 from trainable.command.trainer import make_family
 from trainable.config.run_config import list_outside_settings
 from trainable.runs.failures import classify_failure
 from trainable.runs.orphans import MARK_ENV, find_orphans
 from trainable.runs.training import StepReport, TrainingLoop
+from trainable.sources.names import parse_name
 
 SCRIPT = shlex.join([sys.executable, command_trainer.__file__])
 RUN = f"{SCRIPT} --beta {{beta}} --seed {{seed}} --steps {{steps}} --output {{output}}"
@@ -124,6 +126,16 @@ def test_a_log_of_an_earlier_start_does_not_count(place: Place) -> None:
     with (place.output / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 6, "reward": -1.0}) + "\n")
     loop = place.start()
+    take_reports(loop)
+    assert get_values(loop, *COLUMNS) == expect_rows(6)
+
+
+def test_steps_that_count_from_0_do_so_after_a_restart(place: Place) -> None:
+    take_reports(place.start("--first-step 0"), 5)
+    assert place.loop is not None
+    place.loop.close()
+    loop = place.start("--first-step 0")
+    assert len(loop.runs[3].rows) == 4
     take_reports(loop)
     assert get_values(loop, *COLUMNS) == expect_rows(6)
 
@@ -292,3 +304,21 @@ def test_rejected_settings() -> None:
             make_config_class({"beta": 0.0}, {}).model_validate({"command": section})
     with pytest.raises(ValueError, match="settings has seed, which is a field of every run"):
         make_config_class({"seed": 1}, {})
+
+
+def test_files_that_vanish_between_two_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers delete old checkpoints, with the states in them."""
+    names = [parse_name("val_success", "accuracy"), parse_name("train_reward", "reward")]
+    tail = LogTail(str(tmp_path / "checkpoint-*" / "trainer_state.json"), names)
+    assert tail.read() is None
+    for step in (1, 2):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        rows = [{"step": number, "reward": number / 4, "accuracy": 0.5} for number in range(1, step + 1)]
+        state = {"global_step": step, "log_history": rows}
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
+    rows = tail.read(at_once=True)
+    assert rows is not None
+    assert [row["train_reward"] for row in rows] == [0.25, 0.5]
+    files = tail._list_files()
+    monkeypatch.setattr(tail, "_list_files", lambda: [tmp_path / "gone", *files])
+    assert tail.read(at_once=True) is None
