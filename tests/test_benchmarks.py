@@ -84,7 +84,7 @@ PHASES = ["rollout_stand_in", "collapse", "values", "reference", "update_critic"
 def has_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of a parent
+    except (ModuleNotFoundError, Warning):  # of a parent, such as an experimental part of TRL
         return False
 
 
