@@ -478,7 +478,9 @@ Overrides = tuple[type[BaseRunConfig], dict[str, object]]
 def draw_overrides(config_class: type[BaseRunConfig]) -> st.SearchStrategy[Overrides]:
     """Draw dotted keys of a configuration, most of which are valid, with values that are sometimes valid."""
     choices = [choice for field in list_field_schemas(config_class).values() for choice in field.get("enum", ())]
-    valid_values = st.one_of(st.integers(0, 64), st.floats(0, 1), st.booleans(), st.sampled_from(choices))
+    valid_values = st.one_of(st.integers(0, 64), st.floats(0, 1), st.booleans())
+    if choices:  # the settings of commands have none
+        valid_values |= st.sampled_from(choices)
     keys = draw_equally([*[st.sampled_from([*list_field_names(config_class), *config_class.aliases])] * 9, texts])
     changes = st.dictionaries(keys, draw_equally([valid_values, valid_values, valid_values, json_values]), max_size=3)
     return st.tuples(st.just(config_class), changes)
