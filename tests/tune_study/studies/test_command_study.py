@@ -18,6 +18,7 @@ from tests.fakes import command_trainer
 from tests.fakes.command_line import Answer, assert_refused, get_output, type_words
 from tests.fakes.command_trainer import compute_reward
 from trainable.files.json_values import read_object, write_object
+from trainable.runs.run_files import read_rows as read_rows_of_run
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = shlex.join([sys.executable, command_trainer.__file__])
@@ -171,16 +172,20 @@ def test_population_based_training_continues_from_the_donors_checkpoint(tmp_path
     environment = {**os.environ, "SLEEP": "0.2", "PYTHONPATH": str(ROOT)}
     process = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
     assert process.returncode == 0, process.stderr[-3000:]
-    files = (tmp_path / "ray" / "pbt").glob("*/result.json")
-    trials = [[json.loads(line) for line in path.read_text().splitlines()] for path in files]
-    for trial in trials:
-        rows = {row["step"]: row for row in trial}
-        for step, row in rows.items():
-            assert row["train_reward"] == compute_reward(0, step, row["config"]["args.beta"])
+    folders = [path.parent for path in (tmp_path / "ray" / "pbt").glob("*/result.json")]
+    assert len(folders) == 2
+    for folder in folders:
+        results = [json.loads(line) for line in (folder / "result.json").read_text().splitlines()]
+        beta = results[-1]["config"]["args.beta"]
+        checkpoint = sorted(folder.glob("checkpoint_*"))[-1]
+        rows = {row["step"]: row for row in read_rows_of_run(checkpoint / "0" / "metrics.jsonl")}
+        # The loser has the rows of the winner, and goes on from its checkpoint with a neighbor of its beta.
+        betas = [0.4] * 4 + [beta] * 4
+        assert [rows[step]["train_reward"] for step in range(1, 9)] == [
+            compute_reward(0, step, value) for step, value in enumerate(betas, 1)
+        ]
         # The log of each start begins with the step after its checkpoint.
-        assert {step: row["line"] for step, row in rows.items()} == {step: (step - 1) % 4 + 1 for step in rows}
-    betas = sorted([trial[0]["config"]["args.beta"], trial[-1]["config"]["args.beta"]] for trial in trials)
-    assert betas == [[0.0, 0.5], [0.4, 0.4]]
+        assert [rows[step]["line"] for step in range(5, 9)] == [1, 2, 3, 4]
 
 
 def test_a_study_of_trl(tmp_path: Path) -> None:
