@@ -8,7 +8,7 @@ from types import MappingProxyType
 from search_spaces.declaration.study import Axis, Contrasts, Study, make_arms_axis, make_grid_axis
 from search_spaces.language_model.family import IMPORTED
 from trainable.command.config import CONSOLE, SETTINGS_SECTION, CommandConfig, Value, make_config_class
-from trainable.families import DisplayColumn, Preset
+from trainable.families import DisplayColumn, Preset, Remark
 
 _PRESETS = ("laptop", "paper")
 """Both are equal: the command has its scale."""
@@ -16,6 +16,12 @@ _ROW_BYTES = 21_000
 """Bytes of a row with all that is made from it: Tune's files, logs, tables and report."""
 _STATE_BYTES = 10_000
 
+REMARKS = (
+    Remark(
+        lambda c: "{seed" not in " ".join((c.command.run, *c.command.environment)),
+        "the command has no {{seed}}, so that runs of an arm differ by chance alone, or not at all",
+    ),
+)
 COMMAND = replace(
     IMPORTED,
     name="command",
@@ -26,11 +32,12 @@ COMMAND = replace(
     name_suffix="",
     games=MappingProxyType({}),
     search_space=(),
-    remarks="",
+    remarks="search_spaces.command_study:REMARKS",
     get_model_path=lambda config: None,
     get_environment=lambda settings: "",
     estimate_bytes=lambda config, parameters: (_STATE_BYTES, _ROW_BYTES),
     estimate_step_seconds=lambda config: None,
+    describe=lambda config: config.describe(),
     format_command=lambda config: config.format_command(),
     explain_obstacle=lambda config: config.explain_obstacle(),
     progress_columns=(

@@ -4,7 +4,7 @@ Objects that need torch, pandas or Ray are named as "module:NAME" and imported o
 plans, reports and runs import only what they need.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pkgutil import resolve_name
@@ -153,6 +153,8 @@ class Family:
     evaluations, or None for a task that was not measured. None if the model determines it."""
     format_command: Callable[[Any], str] = lambda config: ""
     """Called with a configuration. Returns the command that trains a run, for the plan; empty if no command does."""
+    describe: Callable[[Any], Iterable[str]] = lambda config: ()
+    """Called with a configuration. Returns further lines of the plan."""
     explain_obstacle: Callable[[Any], str] = lambda config: ""
     """Called with a configuration. Returns in a sentence why a run cannot start on this machine; empty if it can."""
     has_batched_seeds: bool = False

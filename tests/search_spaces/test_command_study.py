@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from search_spaces.command_study import make_command_study
+from search_spaces.command_study import REMARKS, make_command_study
 from search_spaces.declaration.study import Study
 from trainable.command.trial import Command
 from tune_study.plan.study_plan import make_arm_config, make_base_config
@@ -65,3 +65,11 @@ def test_ray_tune_gets_its_space() -> None:
     # The GPUs of a command are in one bundle, since it starts its processes itself.
     bundles = Command.default_resource_request({**config, "trainer.n_gpus_per_node": 4}).bundles
     assert bundles == [{"CPU": 3.0, "GPU": 4.0}]
+
+
+def test_a_command_without_a_seed_is_remarked() -> None:
+    (remark,) = REMARKS
+    for command, applies in (("train {n} {flags}", True), ("train {n} {flags} --seed {seed}", False)):
+        study = make_command_study("my-study", "Is it?", command, SETTINGS, vary={"n": (1, 2)})
+        assert remark.applies(make_base_config(study, "laptop")) == applies
+    assert "{seed}" in remark.sentence.format(c=None)

@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
@@ -129,6 +129,10 @@ class CommandConfig(BaseRunConfig):
     def list_rejections(self) -> dict[str, bool]:
         """See `SettingsSection`."""
         known = {*_RUN_FIELDS, *self.settings}
+        texts = " ".join((self.command.run, self.command.resume, *self.command.environment))
+        takes_all = any(field in texts for field in (_FLAGS, _OVERRIDES, "{settings_file}"))
+        unused = [] if takes_all else [name for name in self.settings if f"{{{name}}}" not in texts]
+        logs = self.command.logs
         fields = {
             "run": known,
             "resume": {*known, *_CHECKPOINT_FIELDS},
@@ -136,11 +140,17 @@ class CommandConfig(BaseRunConfig):
             "checkpoints": {"output", "step"},
             "environment": known,
         }
-        return {
+        wrong_fields = {
             f"command.{name} has the field {{{field}}}: choose from {', '.join(sorted(allowed))}": True
             for name, allowed in fields.items()
             for field in _FIELD.findall(str(getattr(self.command, name)).replace(_FLAGS, "").replace(_OVERRIDES, ""))
             if field not in allowed
+        }
+        return wrong_fields | {
+            f"command.logs={logs} is the same file for all runs: let each run write below {{output}}, its own folder, "
+            "and read the logs from there": not any(field in logs for field in (CONSOLE, "{output}", "{run}")),
+            f"the command does not use the setting {(*unused, '')[0]}, so that its values would change nothing: write "
+            f"{{{(*unused, '')[0]}}} into the command": bool(unused) and bool(self.command.run),
         }
 
     @property
@@ -183,6 +193,17 @@ class CommandConfig(BaseRunConfig):
         """Format the command as it would be typed, with {output} and other folders of the run as they are."""
         places = {name: f"{{{name}}}" for name in _PLACES}
         return " ".join(map(quote_argument, self.fill_words(self.command.run, places)))
+
+    def describe(self) -> Iterator[str]:
+        """Describe where the measurements of a run are, and how it continues."""
+        section = self.command
+        yield f"Logs: {section.logs}" + f"; by our names: {', '.join(section.columns)}" * bool(section.columns)
+        if not section.checkpoints:
+            yield "Checkpoints: none, so that a killed run begins anew"
+        elif not section.resume:
+            yield f"Checkpoints: {section.checkpoints}, from which the command continues by itself"
+        else:
+            yield f"Checkpoints: {section.checkpoints}, with which a run continues by {section.resume}"
 
     def explain_obstacle(self) -> str:
         """Explain in a sentence why the command cannot start on this machine; empty if it can."""

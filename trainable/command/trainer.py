@@ -48,6 +48,7 @@ class CommandTrainer:
         self._row_time = self._seconds = 0.0
         self._rows: list[dict[str, Any]] = []
         self._interval, self._counts_from_zero = 1, False
+        self._columns: set[str] = set()
 
     def step(self, before_update: Callable[[], None] = lambda: None) -> StepResult:
         """Wait for the next row of the logs, for a few seconds. The result has none if there was none.
@@ -62,6 +63,9 @@ class CommandTrainer:
             if time.monotonic() > deadline:
                 return StepResult()
             time.sleep(_POLL_SECONDS)
+        self._columns |= row.keys()
+        if row["step"] == self._config.trainer.total_training_steps:
+            self._check_columns()
         now = time.monotonic()
         self._seconds += now - self._row_time
         self._row_time, self.step_index = now, row["step"]
@@ -93,7 +97,15 @@ class CommandTrainer:
         end = f"the command ended with exit code 0 after step {self.step_index} of {total}"
         if not self.step_index:
             raise CommandError(f"{end}: {self._tail.problem}")
-        raise CommandError(f"{end}: if this is its length, set trainer.total_training_steps={self.step_index}")
+        raise CommandError(f"{end}: if this is its length, set steps={self.step_index} in the file of the study")
+
+    def _check_columns(self) -> None:
+        """Raise CommandError if no row of this start has a measurement that the study names."""
+        for assignment in self._config.command.columns:
+            column, _, name = assignment.partition("=")
+            if column not in self._columns:
+                others = ", ".join(sorted(self._columns - {"step", "source", "file", "line"}))
+                raise CommandError(f"no row has {column}: columns names {name}, and the log has {others}")
 
     def _start(self) -> None:
         command, config = self._config.command, self._config

@@ -94,6 +94,7 @@ def summarize_plan(study: PreparedStudy) -> dict[str, Any]:
         *_describe_search(plan),
         *_describe_game(plan),
         *_describe_commands(commands),
+        *plan.study.family.describe(plan.base_config),
         *describe_signal(plan),
         power,
         time_estimate.format_time_line(plan, resource_plan, memory, [gpu.name for gpu in study.used_gpus]),

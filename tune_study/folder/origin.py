@@ -95,7 +95,8 @@ def _list_declared_values(study: Study, preset: str) -> frozenset[str]:
 def remember_origin(plan: StudyPlan) -> None:
     """Record in the user's state folder that this user's study writes this folder, and what it names outside."""
     names = list_plan_values(plan)
-    if not names - _list_declared_values(plan.study, plan.preset):
+    # What a file of the user declares now, it may not declare any more when the study continues.
+    if plan.source is None and not names - _list_declared_values(plan.study, plan.preset):
         return
     path = _find_record(plan.folder)
     with suppress(OSError):  # without a writable home folder, such values must be typed again

@@ -11,7 +11,7 @@ from trainable.config.schedules import split_values
 from trainable.config.setting_types import format_value
 from trainable.sources.log_files import list_runs
 from trainable.sources.logs import LogError, RunLog
-from trainable.sources.names import find_trainer, read_names
+from trainable.sources.names import OUR_COLUMNS, find_trainer, read_names
 from trainable.sources.reading import read_logs
 from tune_study.plan.errors import PlanError
 
@@ -32,6 +32,7 @@ _RESUME: Mapping[str, str] = {
     "verl": "trainer.resume_mode=resume_path trainer.resume_from_path={checkpoint}",
 }
 """Arguments by which trainers continue from a checkpoint."""
+_TABLES = (".csv", ".tsv", ".jsonl")
 _SUCCESS = re.compile(r"success|accuracy|acc|solve|score|reward", re.IGNORECASE)
 
 _FILE = '''"""{question}"""
@@ -47,7 +48,7 @@ STUDY = make_command_study(
     steps={steps},
     logs={logs},
     columns={columns},  # what arms are compared by
-    checkpoints={checkpoints},
+    checkpoints={checkpoints},{remark}
     resume={resume},
     cpus=1,
     gpus={gpus},
@@ -111,12 +112,15 @@ def format_command_study(name: str, command: str, assignments: Sequence[str], lo
         "vary": {key: tuple(map(_parse, texts)) for key, texts in vary.items()},
         "steps": int(places["steps"]) if places.get("steps", "").isdigit() else 100,
         "logs": template,
-        "columns": {"val_success": _find_success(log, trainer)},
+        "columns": {"val_success": _find_success(log, trainer), **_find_own_names(log, trainer)},
         "checkpoints": checkpoints,
+        "remark": "" if checkpoints else "  # like {output}/checkpoint-{step}; without, a killed run begins anew",
         "resume": _RESUME.get(trainer, "") if checkpoints else "",
         "gpus": 0,
     }
-    return _FILE.format(**{key: value if key == "question" else _quote(value) for key, value in fields.items()})
+    return _FILE.format(
+        **{key: value if key in ("question", "remark") else _quote(value) for key, value in fields.items()}
+    )
 
 
 def _quote_word(word: str) -> str:
@@ -157,11 +161,12 @@ def _find_logs(place: Path | None, output: Path) -> tuple[str, RunLog | None]:
     """Find the log of the example in a place, and its template; the console without one."""
     if place is None:
         return "{console}", None
+    tables = [path for path in place.iterdir() if path.suffix in _TABLES] if place.is_dir() else []
     try:
-        files = list_runs([place])[0]
+        files = (tables[0],) if len(tables) == 1 else list_runs([place])[0]
         (log,) = read_logs(files)
     except (LogError, ValueError) as error:
-        raise PlanError(f"No log of the example can be read: {error}") from None
+        raise PlanError(f"No log of the example can be read, which --logs FILE would name: {error}") from None
     names = {re.sub(r"\d{2,}", "*", file.name) if file.suffix != ".json" else file.name for file in files}
     (name, *others) = sorted(names)
     try:
@@ -177,6 +182,12 @@ def _find_checkpoints(output: Path) -> str:
     matches = [match for path in output.iterdir() if path.is_dir() and (match := _CHECKPOINT.fullmatch(path.name))]
     prefixes = sorted({match[1] for match in matches if match[1]})
     return f"{{output}}/{prefixes[0]}{{step}}" if prefixes else ""
+
+
+def _find_own_names(log: RunLog | None, trainer: str) -> dict[str, str]:
+    """Find the measurements of a log that are called like ours, if no trainer is known that means others by them."""
+    keys = log.keys if log is not None and not trainer else []
+    return {key: key for key in keys if key in OUR_COLUMNS and key != "val_success"}
 
 
 def _find_success(log: RunLog | None, trainer: str) -> str:

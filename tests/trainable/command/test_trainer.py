@@ -179,7 +179,7 @@ def test_a_rule_stops_the_command_and_all_that_it_started(place: Place) -> None:
 
 def test_a_command_that_ignores_sigterm_is_killed(place: Place) -> None:
     script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
-    loop = place.start(run=shlex.join([sys.executable, "-c", script]), stop_seconds=0.2)
+    loop = place.start(run=f"{shlex.join([sys.executable, '-c', script])} {{beta}}", stop_seconds=0.2)
     assert loop.trainer is not None
     assert not loop.trainer.step(lambda: None).rows
     (child,) = find_orphans(place.folder)
@@ -225,7 +225,8 @@ def test_a_failure_quotes_no_secret(place: Place, monkeypatch: pytest.MonkeyPatc
     [
         ("", {"logs": "{output}/other.jsonl"}, "after step 0 of 6: no file matches .*other.jsonl"),
         ("", {"logs": "{output}/checkpoint-2/state.json"}, "after step 0 of 6: .* has no training step in any format"),
-        ("--steps 3", {}, "after step 3 of 6: if this is its length, set trainer.total_training_steps=3"),
+        ("", {"columns": ["val_success=acuracy"]}, "no row has val_success: columns names acuracy, and .* accuracy,"),
+        ("--steps 3", {}, "after step 3 of 6: if this is its length, set steps=3"),
     ],
 )
 def test_a_command_that_ends_early_has_failed(place: Place, options: str, settings: dict[str, Any], words: str) -> None:
@@ -294,6 +295,8 @@ def test_texts_of_settings_may_be_programs() -> None:
 
 def test_rejected_settings() -> None:
     for section, words in [
+        ({"run": "train {beta}", "logs": "shared/log.csv"}, "is the same file for all runs"),
+        ({"run": "train"}, "the command does not use the setting beta"),
         ({"run": "train {gamma}"}, r"command.run has the field \{gamma\}: choose from .*beta"),
         ({"checkpoints": "{beta}-{step}"}, r"command.checkpoints has the field \{beta\}"),
         ({"environment": ["HF_TOKEN=abc"]}, "looks like a secret"),

@@ -11,6 +11,7 @@ import torch
 from sandboxes.distillation.settings import REMARKS as DISTILLATION_REMARKS
 from sandboxes.update_rules.family import REMARKS as UPDATE_RULE_REMARKS
 from search_spaces.catalog import STUDIES
+from search_spaces.command_study import REMARKS as COMMAND_REMARKS
 from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.family import PPO
 from tests.fakes.command_line import get_output
@@ -47,7 +48,8 @@ CASES = [
 
 def test_every_remark_has_a_case() -> None:
     tables = [resolve_name(name) for name in {family.remarks for family in list_families()} if name]
-    assert sum(map(len, tables)) == len(REMARKS) == len(CASES)
+    # That of commands is in test_command_study.py.
+    assert sum(map(len, tables)) - len(COMMAND_REMARKS) == len(REMARKS) == len(CASES)
 
 
 def find_remarks(plan: StudyPlan) -> tuple[str, ...]:

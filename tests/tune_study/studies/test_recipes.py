@@ -30,6 +30,8 @@ def test_a_recipe_has_a_plan(recipe: str) -> None:
     answer = get_output(type_words("run", FOLDER / f"{recipe}.py", "--dry-run"))
     assert answer.count(" differs in: ") == 2
     assert "{seed}" not in answer
+    assert "\nLogs: {" in answer
+    assert "\nCheckpoints: {output}/" in answer
     assert get_words(recipe)
 
 
