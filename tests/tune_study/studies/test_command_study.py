@@ -100,11 +100,11 @@ def test_a_folder_does_not_choose_the_command(folder: Path) -> None:
     run = folder / "results" / "my_beta"
     assert_refused(type_words("resume", run), "no file that a folder names is executed")
     record = read_object(run / "study.json")
-    record["settings"]["command"]["run"] = "touch /tmp/other"
+    record["settings"]["command"]["run"] = "touch /tmp/other{beta}"
     (folder / "copy" / "results" / "my_beta").mkdir(parents=True)
     write_object(folder / "copy" / "results" / "my_beta" / "study.json", record)
     words = ("resume", folder / "copy" / "results" / "my_beta", "--study", folder / "my_beta.py", "--dry-run")
-    assert_refused(type_words(*words), "command.run=touch /tmp/other", "You did not start this study")
+    assert_refused(type_words(*words), "command.run=touch /tmp/other{beta}", "You did not start this study")
 
 
 def test_refusals(folder: Path, tmp_path: Path) -> None:
