@@ -119,6 +119,7 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_search_over_a_setting_of_the_command(tmp_path: Path) -> None:
     (tmp_path / "my_beta.py").write_text(FILE)
     options = ("--trials", "4", "--seeds", "1", "--steps", "4", "--confirm-seeds", "0", "--vary", "beta=0:0.4")
