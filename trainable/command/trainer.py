@@ -48,7 +48,8 @@ class CommandTrainer:
         self._row_time = self._seconds = 0.0
         self._rows: list[dict[str, Any]] = []
         self._interval, self._counts_from_zero = 1, False
-        self._columns: set[str] = set()
+        # The columns that the study names and no row has had so far, of this start or an earlier one.
+        self._missing = {assignment.partition("=")[0] for assignment in config.command.columns}
 
     def step(self, before_update: Callable[[], None] = lambda: None) -> StepResult:
         """Wait for the next row of the logs, for a few seconds. The result has none if there was none.
@@ -63,9 +64,9 @@ class CommandTrainer:
             if time.monotonic() > deadline:
                 return StepResult()
             time.sleep(_POLL_SECONDS)
-        self._columns |= row.keys()
-        if row["step"] == self._config.trainer.total_training_steps:
-            self._check_columns()
+        self._missing -= row.keys()
+        if self._missing and row["step"] == self._config.trainer.total_training_steps:
+            raise CommandError(f"no row has {min(self._missing)}, and the last one has {', '.join(row)}")
         now = time.monotonic()
         self._seconds += now - self._row_time
         self._row_time, self.step_index = now, row["step"]
@@ -98,14 +99,6 @@ class CommandTrainer:
         if not self.step_index:
             raise CommandError(f"{end}: {self._tail.problem}")
         raise CommandError(f"{end}: if this is its length, set steps={self.step_index} in the file of the study")
-
-    def _check_columns(self) -> None:
-        """Raise CommandError if no row of this start has a measurement that the study names."""
-        for assignment in self._config.command.columns:
-            column, _, name = assignment.partition("=")
-            if column not in self._columns:
-                others = ", ".join(sorted(self._columns - {"step", "source", "file", "line"}))
-                raise CommandError(f"no row has {column}: columns names {name}, and the log has {others}")
 
     def _start(self) -> None:
         command, config = self._config.command, self._config
@@ -145,36 +138,35 @@ class CommandTrainer:
     def get_state(self, seed: int) -> TrainerState:
         """Return the step, and the folder of the command, in which its checkpoints are."""
         values = {"step": self.step_index, "output": str(self._output), "seconds": self._seconds}
-        return TrainerState({}, {**values, "counts_from_zero": self._counts_from_zero})
+        shown = {"counts_from_zero": self._counts_from_zero, "missing": sorted(self._missing)}
+        return TrainerState({}, {**values, **shown})
 
     def load_states(self, states: Sequence[TrainerState]) -> None:
         """Continue from the newest checkpoint of the command that is not after the step of the state.
 
-        Without one, the command starts from the beginning.
+        Raises ValueError if there is none.
         """
         (state,) = states
-        self._seconds, self._counts_from_zero = state.values["seconds"], state.values["counts_from_zero"]
-        template, step = self._config.command.checkpoints, int(state.values["step"])
-        if not template:
-            return
-        pattern = template.replace("{output}", glob.escape(str(state.values["output"])))
-        if _STEP_FIELD not in template:
-            self._checkpoint = next(iter(sorted(glob.glob(pattern))), "")
-            self.step_index = step if self._checkpoint else 0
-            return
-        matcher = re.compile(
-            re.escape(template)
-            .replace(re.escape("{output}"), re.escape(str(state.values["output"])))
-            .replace(re.escape(_STEP_FIELD), r"0*(\d+)")
-        )
-        checkpoints = {
-            int(match[1]): path
-            for path in glob.glob(pattern.replace(_STEP_FIELD, "*"))
-            if (match := matcher.fullmatch(path)) and int(match[1]) <= step
-        }
-        if checkpoints:
-            self.step_index = max(checkpoints)
-            self._checkpoint = checkpoints[self.step_index]
+        values = state.values
+        template, step = self._config.command.checkpoints, int(values["step"])
+        pattern = template.replace("{output}", glob.escape(str(values["output"])))
+        if _STEP_FIELD in template:
+            matcher = re.compile(
+                re.escape(template)
+                .replace(re.escape("{output}"), re.escape(str(values["output"])))
+                .replace(re.escape(_STEP_FIELD), r"0*(\d+)")
+            )
+            matches = map(matcher.fullmatch, glob.glob(pattern.replace(_STEP_FIELD, "*")))
+            checkpoints = {int(match[1]): match[0] for match in matches if match and int(match[1]) <= step}
+        else:  # the command continues by itself, and rows that are recorded stay
+            paths = glob.glob(pattern)
+            checkpoints = {step: min(paths)} if paths else {}
+        if not checkpoints:
+            raise ValueError(f"the command has no checkpoint up to this step ({template or 'none is declared'})")
+        self.step_index = max(checkpoints)
+        self._checkpoint = checkpoints[self.step_index]
+        self._seconds, self._counts_from_zero = values["seconds"], values["counts_from_zero"]
+        self._missing = {*values["missing"]}
 
     def close(self) -> None:
         """End the command and all that it started."""

@@ -111,7 +111,8 @@ def test_a_run_continues_from_the_newest_checkpoint_of_the_command(place: Place,
     place.loop.close()
     loop = place.start()
     newest = last_step // 2 * 2
-    assert loop.notes[-1:] == ([f"training continues after step {newest}"] if newest else loop.notes[-1:])
+    assert loop.notes[-1] == f"training continues after step {newest}"
+    assert ("the command has no checkpoint up to this step" in loop.notes[0]) == (newest == 0)
     assert len(loop.runs[3].rows) == newest
     take_reports(loop)
     assert get_values(loop, *COLUMNS) == expect_rows(6)
@@ -128,6 +129,17 @@ def test_a_log_of_an_earlier_start_does_not_count(place: Place) -> None:
     loop = place.start()
     take_reports(loop)
     assert get_values(loop, *COLUMNS) == expect_rows(6)
+
+
+def test_a_column_that_an_earlier_start_has_measured_is_not_missing(place: Place) -> None:
+    """The last start begins after the last validation."""
+    take_reports(place.start("--steps 7", steps=7), 7 - 1)
+    assert place.loop is not None
+    place.loop.close()
+    loop = place.start("--steps 7", steps=7)
+    assert len(loop.runs[3].rows) == 6
+    take_reports(loop)
+    assert get_values(loop, *COLUMNS) == expect_rows(7)
 
 
 def test_steps_that_count_from_0_do_so_after_a_restart(place: Place) -> None:
@@ -225,7 +237,7 @@ def test_a_failure_quotes_no_secret(place: Place, monkeypatch: pytest.MonkeyPatc
     [
         ("", {"logs": "{output}/other.jsonl"}, "after step 0 of 6: no file matches .*other.jsonl"),
         ("", {"logs": "{output}/checkpoint-2/state.json"}, "after step 0 of 6: .* has no training step in any format"),
-        ("", {"columns": ["val_success=acuracy"]}, "no row has val_success: columns names acuracy, and .* accuracy,"),
+        ("", {"columns": ["val_success=acuracy"]}, "no row has val_success, and the last one has .*accuracy, "),
         ("--steps 3", {}, "after step 3 of 6: if this is its length, set steps=3"),
     ],
 )
