@@ -4,7 +4,6 @@ The words of the command are those of run_kl_sweep.sh and run_top_p_sweep.sh, wh
 studies under the preset `paper`. Checked against RAGEN 20daedc, with verl 0.6.1, by composing its configuration.
 """
 
-from collections.abc import Mapping
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from operator import attrgetter
@@ -14,41 +13,37 @@ from search_spaces.command_study import make_command_study
 from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.family import make_template_values
 from trainable.command.config import SETTINGS_SECTION, Value
-from trainable.config.run_config import RunConfig, apply_overrides
+from trainable.config.run_config import RunConfig, apply_overrides, resolve_key
 from trainable.families import Settings
 
 TRAINER = "ragen"
-KEYS: Mapping[str, str] = {
-    "model_path": "model.path",
-    "trainer.save_freq": "trainer.save_freq",
-    "trainer.val_before_train": "trainer.val_before_train",
-    "ray_kwargs.ray_init.num_cpus": "trainer.ray_num_cpus",
-    "algorithm.adv_estimator": "algorithm.adv_estimator",
-    **{
-        f"actor_rollout_ref.actor.{name}": f"actor.{name}"
+KEYS = (
+    *("model_path", "trainer.save_freq", "trainer.val_before_train", "ray_kwargs.ray_init.num_cpus"),
+    "algorithm.adv_estimator",
+    *(
+        f"actor_rollout_ref.actor.{name}"
         for name in (
             *("use_kl_loss", "kl_loss_coef", "entropy_coeff", "entropy_from_logits_with_chunking"),
             *("filter_loss_scaling", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu"),
         )
-    },
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": "rollout.ref_log_prob_micro_batch_size_per_gpu",
-    "critic.ppo_mini_batch_size": "critic.ppo_mini_batch_size",
-    "critic.ppo_micro_batch_size_per_gpu": "critic.ppo_micro_batch_size_per_gpu",
-    "ppo_mini_batch_size": "actor.ppo_mini_batch_size",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": "rollout.log_prob_micro_batch_size_per_gpu",
-    **{
-        f"actor_rollout_ref.rollout.rollout_filter_{name}": f"filter.rollout_filter_{name}"
-        for name in ("strategy", "top_p_prob_mode", "value", "include_zero", "type", "metric")
-    },
-    "actor_rollout_ref.rollout.gpu_memory_utilization": "rollout.gpu_memory_utilization",
-    "es_manager.train.env_groups": "env.env_groups",
-    "es_manager.train.group_size": "env.group_size",
-    "es_manager.train.env_configs.n_groups": "env.env_groups",
-    "es_manager.val.env_groups": "env.val_env_groups",
-    "es_manager.val.group_size": "env.val_group_size",
-    "es_manager.val.env_configs.n_groups": "env.val_env_groups",
-}
-"""RAGEN's keys, in the order of the scripts, and our settings whose values they get."""
+    ),
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+    *("critic.ppo_mini_batch_size", "critic.ppo_micro_batch_size_per_gpu", "ppo_mini_batch_size"),
+    *(
+        f"actor_rollout_ref.rollout.{name}"
+        for name in (
+            *("log_prob_micro_batch_size_per_gpu", "rollout_filter_strategy", "rollout_filter_top_p_prob_mode"),
+            *("rollout_filter_value", "rollout_filter_include_zero", "rollout_filter_type", "rollout_filter_metric"),
+            "gpu_memory_utilization",
+        )
+    ),
+    *(
+        f"es_manager.{split}.{name}"
+        for split in ("train", "val")
+        for name in ("env_groups", "group_size", "env_configs.n_groups")
+    ),
+)
+"""RAGEN's keys, in the order of the scripts. `resolve_key` finds our settings, whose values they get."""
 _GPU_MEMORY_UTILIZATION = 0.5
 """That of the scripts; ours follows from the memory of the GPU."""
 _COMMAND = (
@@ -67,7 +62,7 @@ def _quote(template: str) -> str:
 
 def _make_values(config: RunConfig) -> dict[str, Value]:
     """Make the values of RAGEN's keys from our settings."""
-    values = {key: cast(Value, attrgetter(setting)(config)) for key, setting in KEYS.items()}
+    values = {key: cast(Value, attrgetter(resolve_key(key))(config)) for key in KEYS}
     values["actor_rollout_ref.rollout.gpu_memory_utilization"] = _GPU_MEMORY_UTILIZATION
     return {key: f"[{value}]" if key.endswith(".n_groups") else value for key, value in values.items()}
 
@@ -76,7 +71,7 @@ def make_ragen_study(study: Study) -> Study:
     """Make the study that trains the arms of a published sweep with RAGEN. `--set command.folder` names its folder."""
     base = apply_overrides(RunConfig(), study.make_preset_settings("paper"))
     grid, prefix = study.get_grid("paper"), f"{SETTINGS_SECTION}."
-    keys = {setting: prefix + key for key, setting in KEYS.items()}
+    keys = {resolve_key(key): prefix + key for key in KEYS}
     arms = {arm: _make_values(apply_overrides(base, study.axis.make_settings(arm, base))) for arm in grid}
     first = arms[grid[0]]
     differing = [key for key in first if len({str(values[key]) for values in arms.values()}) > 1]

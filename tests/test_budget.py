@@ -18,8 +18,8 @@ from tune_study.demo.archive import unpack
 STATEMENTS: Mapping[str, int] = {
     "analysis": 5471,
     "sandboxes": 4252,
-    "search_spaces": 371,
-    "trainable": 11651,
+    "search_spaces": 370,
+    "trainable": 11648,
     "tune_study": 6745,
 }
 """Package -> most statements, docstrings left out.

@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainable.files.paths import read_bytes
+from trainable.sources.csv_files import TABLE_SUFFIXES
+from trainable.sources.log_files import STATE_FILE
 from trainable.sources.logs import LogError
 from trainable.sources.names import Name, translate_rows
 from trainable.sources.reading import MAX_LOG_BYTES, parse_logs
 
 _SHARE = 0.05
 """Largest share of the time in which logs are parsed again."""
-_TABLES = (".csv", ".tsv")
-"""Endings of files whose first line names the columns."""
-_STATE_NAME = "trainer_state.json"
-"""The file that TRL writes into each checkpoint, with all rows so far."""
 
 
 class _Content(NamedTuple):
@@ -89,7 +87,7 @@ class LogTail:
 
     def _choose(self, paths: list[Path]) -> list[Path]:
         """Choose the last of the files of which each has all rows so far."""
-        if all(path.name == _STATE_NAME for path in paths):
+        if all(path.name == STATE_FILE for path in paths):
             return [max(paths, key=lambda path: self._versions[path])]
         return paths
 
@@ -102,5 +100,5 @@ class LogTail:
         content, earlier = read_bytes(path, MAX_LOG_BYTES), self._earlier.get(path)
         if earlier is None or hashlib.sha256(content[: earlier.size]).digest() != earlier.digest:
             return content
-        header = content[: content.find(b"\n") + 1] if path.suffix in _TABLES else b""
+        header = content[: content.find(b"\n") + 1] if path.suffix in TABLE_SUFFIXES else b""
         return header + content[earlier.size :]

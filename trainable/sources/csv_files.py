@@ -15,7 +15,8 @@ from trainable.sources.logs import (
     make_logs,
 )
 
-_SUFFIXES = (".csv", ".tsv")
+TABLE_SUFFIXES = (".csv", ".tsv")
+"""Endings of files whose first line names the columns."""
 _SEPARATORS = ",\t;"
 _MAX_CELL_CHARACTERS = 2**24
 _BOUNDS = ("__MIN", "__MAX")
@@ -37,7 +38,7 @@ def read_csv(path: Path, content: bytes, roles: Roles) -> list[RunLog]:
         names = [name for name in reader.fieldnames or () if name]
         columns_by_run = _find_chart_columns(names)
         if not columns_by_run and not find_step_key(names, roles.step):
-            if path.suffix not in _SUFFIXES or not names:
+            if path.suffix not in TABLE_SUFFIXES or not names:
                 return []
             raise LogError(
                 f"{path} has no column of the training step: type --column step=NAME, or call it "

@@ -9,8 +9,10 @@ from pathlib import Path
 from trainable.files.paths import read_bytes
 from trainable.sources.logs import LogError
 
+STATE_FILE = "trainer_state.json"
+"""The file that TRL writes into each checkpoint, with all rows so far."""
 _KINDS = (
-    r"trainer_state\.json",
+    re.escape(STATE_FILE),
     r"metrics\.jsonl",
     r"run-.+\.wandb",
     r"events\.out\.tfevents\..+",
@@ -40,8 +42,7 @@ def list_runs(paths: Sequence[Path]) -> list[tuple[Path, ...]]:
                 seen.add(file.resolve())
                 runs.setdefault(_identify_run(file), []).append(file)
     return [
-        (max(files, key=_read_global_step),) if files[0].name == "trainer_state.json" else tuple(files)
-        for files in runs.values()
+        (max(files, key=_read_global_step),) if files[0].name == STATE_FILE else tuple(files) for files in runs.values()
     ]
 
 
@@ -63,7 +64,7 @@ def _identify_run(file: Path) -> tuple[Path, str]:
         return folder.parent, file.name
     if re.fullmatch(_KINDS[-1], file.name):
         return (folder.parent if _HPARAMS_FOLDER.fullmatch(folder.name) else folder), "events"
-    if file.name == "trainer_state.json":
+    if file.name == STATE_FILE:
         return (folder.parent if folder.name.startswith("checkpoint-") else folder), file.name
     if file.name == "metrics.jsonl":
         component = next((parent for parent in (folder, *folder.parents) if parent.name in _COMPONENTS), None)

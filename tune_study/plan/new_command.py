@@ -9,6 +9,7 @@ from typing import NamedTuple
 from trainable.config.command_lines import format_command, quote_argument, split_words
 from trainable.config.schedules import split_values
 from trainable.config.setting_types import format_value
+from trainable.sources.csv_files import TABLE_SUFFIXES
 from trainable.sources.log_files import list_runs
 from trainable.sources.logs import LogError, RunLog
 from trainable.sources.names import OUR_COLUMNS, find_trainer, read_names
@@ -29,10 +30,9 @@ _RUN_FLAGS: Mapping[str, str] = {
 _CHECKPOINT = re.compile(r"(.*?)(\d+)")
 _RESUME: Mapping[str, str] = {
     "trl": "--resume_from_checkpoint {checkpoint}",
-    "verl": "trainer.resume_mode=resume_path trainer.resume_from_path={checkpoint}",
+    "verl": "trainer.resume_mode=resume_path trainer.resume_from_path={checkpoint} trainer.val_before_train=False",
 }
 """Arguments by which trainers continue from a checkpoint."""
-_TABLES = (".csv", ".tsv", ".jsonl")
 _SUCCESS = re.compile(r"success|accuracy|acc|solve|score|reward", re.IGNORECASE)
 
 _FILE = '''"""{question}"""
@@ -161,7 +161,7 @@ def _find_logs(place: Path | None, output: Path) -> tuple[str, RunLog | None]:
     """Find the log of the example in a place, and its template; the console without one."""
     if place is None:
         return "{console}", None
-    tables = [path for path in place.iterdir() if path.suffix in _TABLES] if place.is_dir() else []
+    tables = [path for path in place.iterdir() if path.suffix in (*TABLE_SUFFIXES, ".jsonl")] if place.is_dir() else []
     try:
         files = (tables[0],) if len(tables) == 1 else list_runs([place])[0]
         (log,) = read_logs(files)

@@ -23,6 +23,14 @@ def get_words(recipe: str) -> list[str]:
     return words[words.index("-m") + 2 :] if "-m" in words else words[1:]
 
 
+def find_folder(package: str) -> Path:
+    """The folder of an installed package, which is not imported."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_has_a_plan(recipe: str) -> None:
     text = (FOLDER / f"{recipe}.py").read_text()
@@ -52,12 +60,9 @@ def test_trl_reads_the_words_of_its_recipe() -> None:
 def test_verl_reads_the_words_of_its_recipe() -> None:
     from hydra import compose, initialize_config_dir
 
-    spec = importlib.util.find_spec("verl")
-    assert spec is not None
-    assert spec.origin is not None
     # Braces are fields of ours, which Hydra would read as its own.
     words = [word.replace("{", "").replace("}", "") for word in get_words("verl_ppo") if "hydra.run" not in word]
-    with initialize_config_dir(config_dir=str(Path(spec.origin).parent / "trainer" / "config"), version_base=None):
+    with initialize_config_dir(config_dir=str(find_folder("verl") / "trainer" / "config"), version_base=None):
         config = compose(config_name="ppo_trainer", overrides=words)
     actor = config.actor_rollout_ref.actor
     assert (actor.kl_loss_coef, actor.use_kl_loss, actor.optim.lr) == (0.001, True, 1e-6)
@@ -69,10 +74,7 @@ def test_verl_reads_the_words_of_its_recipe() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("tinker_cookbook") is None, reason="make test-trl")
 def test_tinker_has_the_settings_of_its_recipe() -> None:
     """By the source: to import it, the packages of its service are needed."""
-    spec = importlib.util.find_spec("tinker_cookbook")
-    assert spec is not None
-    assert spec.origin is not None
-    tree = ast.parse((Path(spec.origin).parent / "recipes" / "math_rl" / "train.py").read_text())
+    tree = ast.parse((find_folder("tinker_cookbook") / "recipes" / "math_rl" / "train.py").read_text())
     (config,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "CLIConfig"]
     annotated = [node.target for node in config.body if isinstance(node, ast.AnnAssign)]
     fields = {target.id for target in annotated if isinstance(target, ast.Name)}
