@@ -86,8 +86,8 @@ def format_command_study(name: str, command: str, assignments: Sequence[str], lo
         key, values = key.strip().lstrip("-"), split_values(text)
         if len(values) < 2 or key not in flags:
             problem = "has no two values" if key in flags else "is no flag of the command"
-            known = ", ".join(flags) or "none"
-            raise PlanError(f"--vary {format_value(assignment)} {problem}: type FLAG=VALUE,VALUE for one of {known}.")
+            advice = f"type FLAG=VALUE,VALUE for one of {', '.join(flags)}" if flags else f"type it like {EXAMPLE}"
+            raise PlanError(f"--vary {format_value(assignment)} {problem}: {advice}.")
         vary[key] = values
     if not vary:
         raise PlanError(f"A study varies a flag of the command: type it like {EXAMPLE}.")
