@@ -8,7 +8,7 @@ where they carry over, and nothing else: rates, batches and the rest are the pre
 """
 
 from search_spaces.declaration.study import Study, make_arms_axis
-from search_spaces.language_model.common import SWEEP_SETTINGS
+from search_spaces.language_model.common import PLAIN_SETTINGS
 from search_spaces.language_model.family import PPO
 from trainable.families import Settings
 
@@ -74,7 +74,7 @@ STUDY = Study(
     axis=make_arms_axis(
         "method", {"grpo": GRPO, **{arm: settings for arms in AMENDMENTS.values() for arm, settings in arms.items()}}
     ),
-    fixed_settings={**SWEEP_SETTINGS, "actor.entropy_coeff": 0.0, "filter.rollout_filter_value": 1.0},
+    fixed_settings=PLAIN_SETTINGS,
     n_seeds=3,
     baseline="grpo",
     contrasts={f"{arm} against {base}": ((arm, base),) for base, arms in AMENDMENTS.items() for arm in arms},

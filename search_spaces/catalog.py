@@ -5,6 +5,16 @@ from itertools import chain
 from pkgutil import resolve_name
 
 from search_spaces.declaration.study import Study
+from search_spaces.gallery import (
+    filter_price,
+    group_size,
+    kl_form,
+    lora,
+    losses,
+    normalisation,
+    remedies,
+    reuse,
+)
 from search_spaces.language_model import (
     collapse_gradients,
     distill,
@@ -40,6 +50,14 @@ STUDIES: dict[str, Study] = {
         grpo_entropy_sokoban.STUDY,
         smoke.SMOKE_STUDY,
         smoke.SMOKE_ALL_STUDY,
+        remedies.STUDY,
+        kl_form.STUDY,
+        losses.STUDY,
+        filter_price.STUDY,
+        normalisation.STUDY,
+        group_size.STUDY,
+        reuse.STUDY,
+        lora.STUDY,
         *chain.from_iterable(module.STUDIES for module in _SANDBOX_MODULES),
     )
 }

@@ -57,10 +57,9 @@ class Axis:
         return named_fields if has_only_names else named_fields | {self.setting, *self.extra_settings}
 
 
-def make_arms_axis(setting: str, arms: Mapping[str, Settings], factors: Sequence[str] = ()) -> Axis:
-    """Make an axis of named arms, the same on a laptop and on paper. See `Axis` for `setting` and `factors`."""
-    grids = dict.fromkeys(("laptop", "paper"), tuple(arms))
-    return Axis(setting, grids, "--arms", named_settings=arms, factors=tuple(factors))
+def make_arms_axis(setting: str, arms: Mapping[str, Settings], **others: Any) -> Axis:
+    """Make an axis of named arms, the same on a laptop and on paper. See `Axis` for `setting` and `others`."""
+    return Axis(setting, dict.fromkeys(("laptop", "paper"), tuple(arms)), "--arms", named_settings=arms, **others)
 
 
 def make_grid_axis(factors: Mapping[str, Sequence[str]]) -> Axis:
@@ -73,7 +72,7 @@ def make_grid_axis(factors: Mapping[str, Sequence[str]]) -> Axis:
         'lr1e-4-ppo_epochs4'
     """
     points = (dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values()))
-    return make_arms_axis(" x ".join(factors), {_name_point(point): point for point in points}, tuple(factors))
+    return make_arms_axis(" x ".join(factors), {_name_point(point): point for point in points}, factors=tuple(factors))
 
 
 def make_grid_contrasts(factors: Mapping[str, Sequence[str]]) -> Contrasts:

@@ -1,8 +1,10 @@
 """Settings that the three published sweeps share, so that each sweep changes one axis only, and their file names."""
 
+from operator import attrgetter
 from types import MappingProxyType
 
 from search_spaces.declaration.study import NameTemplates
+from trainable.config.base_config import BaseRunConfig
 from trainable.families import Settings
 
 SWEEP_SETTINGS: Settings = MappingProxyType(
@@ -27,6 +29,28 @@ SWEEP_SETTINGS: Settings = MappingProxyType(
         "trainer.val_before_train": True,
     }
 )
+
+PLAIN_SETTINGS: Settings = MappingProxyType(
+    {**SWEEP_SETTINGS, "actor.entropy_coeff": 0.0, "filter.rollout_filter_value": 1.0}
+)
+"""The same without entropy bonus and filter; the presets have no KL term."""
+
+
+class Times(float):
+    """A multiple of the value that the study's base configuration has, as the value of a setting of an arm.
+
+    `multiply_settings` resolves it.
+    """
+
+
+def multiply_settings(settings: Settings, base: BaseRunConfig) -> Settings:
+    """Replace values `Times(x)` of an arm by x times the value in `base`. See `Axis.adapt`."""
+    return {
+        # Rounded, since 0.2 times 0.002 is not the float nearest to 0.0004.
+        name: type(get_value(base))(round(value * get_value(base), 12)) if isinstance(value, Times) else value
+        for name, value in settings.items()
+        for get_value in [attrgetter(name)]
+    }
 
 
 def make_sweep_templates(stem: str, title: str, wandb_project: str, value_name: str = "arm") -> NameTemplates:

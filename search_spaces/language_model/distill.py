@@ -12,7 +12,7 @@ The teacher of a shipped policy is that policy before it learned its bad habits;
 """
 
 from search_spaces.declaration.study import Contrasts, Study, make_arms_axis
-from search_spaces.language_model.common import SWEEP_SETTINGS
+from search_spaces.language_model.common import PLAIN_SETTINGS
 from search_spaces.language_model.family import PPO
 from trainable.families import Settings
 
@@ -42,7 +42,7 @@ STUDY = Study(
     question=__doc__.splitlines()[0],
     axis=make_arms_axis("signal: rewards, teacher, or both", ARMS),
     # No filter: without rewards, their variance says nothing about a group.
-    fixed_settings={**SWEEP_SETTINGS, "actor.entropy_coeff": 0.0, "filter.rollout_filter_value": 1.0},
+    fixed_settings=PLAIN_SETTINGS,
     presets={
         # The head of a larger Qwen2.5 has different padding, so an exact KL needs a teacher of the same size.
         "paper": {"model.reference_path": "Qwen/Qwen2.5-3B-Instruct", "trainer.measure_val_kl": True},

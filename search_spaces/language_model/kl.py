@@ -1,7 +1,7 @@
 """Does a KL penalty to the initial policy prevent collapse, and at which coefficient does it start to cost success?"""
 
 from search_spaces.declaration.study import Axis, Study
-from search_spaces.language_model.common import SWEEP_SETTINGS, make_sweep_templates
+from search_spaces.language_model.common import PLAIN_SETTINGS, make_sweep_templates
 from search_spaces.language_model.family import PPO
 
 STUDY = Study(
@@ -17,7 +17,7 @@ STUDY = Study(
         },
         extra_settings={"actor.use_kl_loss": True},
     ),
-    fixed_settings={**SWEEP_SETTINGS, "actor.entropy_coeff": 0.0, "filter.rollout_filter_value": 1.0},
+    fixed_settings=PLAIN_SETTINGS,
     baseline="0",
     published_templates=make_sweep_templates("kl_sweep", "KL Sweep", "ragen_release_kl_sweep", "kl"),
 )

@@ -8,7 +8,7 @@ keeps the preset's learning rate, and GRPO uses PPO's loss aggregation.
 import itertools
 
 from search_spaces.declaration.study import Axis, Contrasts, Study
-from search_spaces.language_model.common import SWEEP_SETTINGS, make_sweep_templates
+from search_spaces.language_model.common import PLAIN_SETTINGS, make_sweep_templates
 from search_spaces.language_model.family import PPO
 from trainable.families import Settings
 
@@ -71,7 +71,7 @@ STUDY = Study(
         named_settings={name: settings for arms in _ARMS_BY_PRESET.values() for name, settings in arms.items()},
         dose="actor.lr",
     ),
-    fixed_settings={**SWEEP_SETTINGS, "actor.entropy_coeff": 0.0, "filter.rollout_filter_value": 1.0},
+    fixed_settings=PLAIN_SETTINGS,
     # The arms set their rates themselves, so a preset's rate serves only to name the baseline.
     presets={"stress": {"actor.lr": PPO.presets["laptop"].settings["actor.lr"]}},
     n_seeds=3,

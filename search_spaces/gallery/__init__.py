@@ -1,0 +1,1 @@
+"""Studies of questions that practitioners answer differently; their recorded results are pages of docs/findings."""
