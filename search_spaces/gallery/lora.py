@@ -23,7 +23,6 @@ def _name_arm(rank: str, rate: str) -> str:
 _ARMS: dict[str, Settings] = {
     _name_arm(rank, rate): {
         "model.lora_rank": 0 if rank == "full" else int(rank),
-        "model.lora_alpha": 32.0,
         "actor.lr": Times(float(rate)),
     }
     for rank, rate in itertools.product(RANKS, RATES)
@@ -51,7 +50,7 @@ STUDY = Study(
     family=PPO,
     question=__doc__.splitlines()[0],
     axis=make_arms_axis("rank x learning rate", _ARMS, adapt=multiply_settings, dose="actor.lr"),
-    fixed_settings=PLAIN_SETTINGS,
+    fixed_settings={**PLAIN_SETTINGS, "model.lora_alpha": 32.0},
     n_seeds=5,
     baseline=_name_arm("full", "1"),
     contrasts=CONTRASTS,

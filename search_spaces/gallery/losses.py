@@ -29,7 +29,11 @@ UPDATES: dict[str, int] = {"1": 128, "4": 32, "16": 8}
 """The size of a mini-batch for each number of updates per rollout of 128 episodes."""
 
 _ARMS: dict[str, Settings] = {
-    f"{loss}-{updates}": {**settings, "actor.ppo_mini_batch_size": size}
+    f"{loss}-{updates}": {
+        **settings,
+        "actor.ppo_mini_batch_size": size,
+        "actor.ppo_micro_batch_size_per_gpu": 4,  # divides all of them
+    }
     for (loss, settings), (updates, size) in itertools.product(LOSSES.items(), UPDATES.items())
 }
 

@@ -17,6 +17,7 @@ _ARMS: dict[str, Settings] = {
         f"{scale}-clip{clip}": {
             "algorithm.adv_estimator": "grpo",
             "algorithm.scale_rewards": scale,
+            "algorithm.norm_adv_by_std_in_grpo": scale != "none",
             "actor.clip_ratio_high": float(clip),
         }
         for scale in SCALES

@@ -24,6 +24,7 @@ _ARMS: dict[str, Settings] = {
     _name_arm(epochs, mini_batches, coefficient): {
         "actor.ppo_epochs": epochs,
         "actor.ppo_mini_batch_size": 128 // mini_batches,
+        "actor.ppo_micro_batch_size_per_gpu": 4,  # divides all of them
         "actor.use_kl_loss": coefficient != "0",
         "actor.kl_loss_coef": float(coefficient),
         "actor.kl_loss_type": "low_var_kl",

@@ -167,6 +167,19 @@ def test_a_study_names_only_what_there_is(study: Study) -> None:
 TEACHER_FIELDS = {"actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type"}
 TOP_K_FIELDS = {"top_k", "top_k_support", "warmup_steps"}
 REWARD_FIELDS = {"algorithm.adv_estimator", "algorithm.zero_task_advantage"}
+CLIP_FIELDS = {"actor.clip_ratio_low", "actor.clip_ratio_high", "actor.clip_ratio_c"}
+KL_REWARD_FIELDS = ("algorithm.use_kl_in_reward", "algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef")
+REMEDY_FIELDS: dict[str, set[str]] = {
+    "clip-0.2": {"actor.clip_ratio_high"},
+    "clip-0.05": {"actor.clip_ratio_low", "actor.clip_ratio_high"},
+    "entropy-bonus": {"actor.entropy_coeff"},
+    "kl-loss": {*KL_FIELDS, "actor.kl_loss_type"},
+    "kl-reward": set(KL_REWARD_FIELDS),
+    "lower-rate": {"actor.lr"},
+    "one-update": {"actor.ppo_mini_batch_size"},
+    "larger-groups": {"env.group_size", "env.env_groups"},
+    "filter": set(FILTER_FIELDS),
+}
 DIFFERING_FIELDS = {
     ("entropy-mechanism", "GRPO without"): {"std_normalization"},
     ("entropy-mechanism", "the same where"): {"std_normalization"},
@@ -226,6 +239,38 @@ DIFFERING_FIELDS = {
     **{(study, "VPOGRPO against ScalarGRPO"): {"method", "num_candidates"} for study in ("vpo", "vpo-large")},
     ("mismatch", "Noise "): {"rollout.weight_noise"},
     ("mismatch", "Correction "): {"actor.tis_imp_ratio_cap", "actor.tis_imp_ratio_floor", "actor.tis_mode"},
+    **{("remedies", f"{remedy} against"): fields for remedy, fields in REMEDY_FIELDS.items()},
+    **{
+        ("kl-form", name): {"actor.kl_loss_type", *KL_FIELDS, *KL_REWARD_FIELDS}
+        for name in ("k1 in the reward", "k2 as a loss against k1")
+    },
+    ("kl-form", "k2 as a loss against k3"): {"actor.kl_loss_type"},
+    ("kl-form", "k3 in the reward"): {"algorithm.kl_penalty"},
+    ("kl-form", "k1 as a loss"): {"actor.kl_loss_type", *KL_FIELDS},
+    **{("losses", f"{loss} against"): {"actor.policy_loss", *CLIP_FIELDS} for loss in ("cispo", "cispo-above", "gspo")},
+    ("losses", "no-clip against"): CLIP_FIELDS,
+    ("losses", "16 updates"): {"actor.ppo_mini_batch_size"},
+    ("filter-price", "filter"): {*FILTER_FIELDS, "filter.max_num_gen_batches"},
+    **{
+        ("normalisation", name): {"algorithm.scale_rewards", "algorithm.norm_adv_by_std_in_grpo"}
+        for name in ("no std", "the batch's std")
+    },
+    ("normalisation", "clip"): {"actor.clip_ratio_high"},
+    **{
+        ("normalisation", name): {
+            "algorithm.adv_estimator",
+            "algorithm.scale_rewards",
+        }
+        for name in ("RLOO", "REINFORCE++")
+    },
+    ("group-size", "groups of"): {"env.group_size", "env.env_groups"},
+    **{("reuse", f"{epochs} epochs"): {"actor.ppo_epochs"} for epochs in (2, 4, 8)},
+    **{("reuse", f"{number} mini-batches against"): {"actor.ppo_mini_batch_size"} for number in (4, 16)},
+    ("reuse", "16 mini-batches of"): {"actor.ppo_epochs", "actor.ppo_mini_batch_size"},
+    ("reuse", "KL 0.03"): set(KL_FIELDS),
+    **{("lora", f"rank {rank} at ten"): {"model.lora_rank", "actor.lr"} for rank in ("1", "8", "64")},
+    **{("lora", f"rank {rank} at the same"): {"model.lora_rank"} for rank in ("1", "8", "64")},
+    **{("lora", f"rank {rank} against"): {"model.lora_rank"} for rank in ("1", "8")},
     **{("off-policy", f"{rule}, "): {"delay", "inner_epochs"} for rule in ("REINFORCE", "PMDMean", "DG")},
     **{("off-policy", f"{rule} against"): {"method"} for rule in ("PG", "TrajPG", "ASPO", "R2VPO", "PMDMean", "DG")},
 }
