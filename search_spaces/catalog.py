@@ -14,6 +14,7 @@ from search_spaces.gallery import (
     normalisation,
     remedies,
     reuse,
+    void_turns,
 )
 from search_spaces.language_model import (
     collapse_gradients,
@@ -58,6 +59,7 @@ STUDIES: dict[str, Study] = {
         group_size.STUDY,
         reuse.STUDY,
         lora.STUDY,
+        void_turns.STUDY,
         *chain.from_iterable(module.STUDIES for module in _SANDBOX_MODULES),
     )
 }

@@ -271,6 +271,11 @@ DIFFERING_FIELDS = {
     **{("lora", f"rank {rank} at ten"): {"model.lora_rank", "actor.lr"} for rank in ("1", "8", "64")},
     **{("lora", f"rank {rank} at the same"): {"model.lora_rank"} for rank in ("1", "8", "64")},
     **{("lora", f"rank {rank} against"): {"model.lora_rank"} for rank in ("1", "8")},
+    **{("void-turns", name): {"env.format_penalty"} for name in ("no-penalty", "penalty-0.5", "penalty-1 ")},
+    **{
+        ("void-turns", name): {"filter.mask_void_turns", "filter.mask_only_void_turns"}
+        for name in ("masked-episode", "masked-turn")
+    },
     **{("off-policy", f"{rule}, "): {"delay", "inner_epochs"} for rule in ("REINFORCE", "PMDMean", "DG")},
     **{("off-policy", f"{rule} against"): {"method"} for rule in ("PG", "TrajPG", "ASPO", "R2VPO", "PMDMean", "DG")},
 }

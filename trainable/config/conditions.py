@@ -209,6 +209,9 @@ PPO_CONDITIONS: tuple[ReadCondition, ...] = (
         lambda c: c.filter.masks_episodes or not (keeps_all_groups(c) and c.filter.rollout_filter_include_zero),
         "filter.rollout_filter_value keeps all groups: set a smaller one, or filter.rollout_filter_include_zero=False",
     ),
+    ReadCondition(
+        r"filter\.mask_only_void_turns", lambda c: c.filter.mask_void_turns, "it needs filter.mask_void_turns=True"
+    ),
     *derive_conditions("filter.rollout_filter_top_p_prob_mode", {"linear": ("rollout_filter_selection_eps",)}),
     # Losses and advantages.
     ReadCondition(

@@ -248,6 +248,7 @@ class RunConfig(BaseRunConfig):
             (model.head_dtype != "model" and model.dtype != "float32", "model", ("head_dtype",)),
             (bool(self.env.overlong_buffer_len), "env", ("overlong_buffer_len", "overlong_penalty_factor")),
             (self.filter.mask_void_turns, "filter", ("mask_void_turns",)),
+            (self.filter.mask_void_turns and self.filter.mask_only_void_turns, "filter", ("mask_only_void_turns",)),
             (self.filter.mask_truncated_completions, "filter", ("mask_truncated_completions",)),
             (bool(self.further_batches), "filter", ("max_num_gen_batches",)),
             (self.algorithm.critic_lam is not None, "algorithm", ("critic_lam",)),

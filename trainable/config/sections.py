@@ -260,6 +260,8 @@ class FilterConfig(SettingsSection):
     groups have passed the filter; surplus groups are dropped"""
     mask_void_turns: bool = False
     """leave episodes with a turn without a valid answer out of the losses (SimpleTIR); advantages count them"""
+    mask_only_void_turns: bool = False
+    """with mask_void_turns: leave out the tokens of these turns alone, and train the other turns of the episode"""
     mask_truncated_completions: bool = False
     """leave episodes with a reply of full length, or that ran out of context, out of the losses (overlong filtering);
     advantages count them"""

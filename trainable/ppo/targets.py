@@ -102,10 +102,12 @@ def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_s
 
 
 def _mask_episode(episode: Episode, settings: FilterConfig) -> Episode:
-    """Mark an episode that the losses leave out according to `settings`. Its group's advantages still count it."""
-    is_void = settings.mask_void_turns and not all(episode.turn_validity)
+    """Mark the turns that the losses leave out according to `settings`. The group's advantages still count them."""
+    turns = range(len(episode.turn_validity))
+    void_turns = [turn for turn in turns if settings.mask_void_turns and not episode.turn_validity[turn]]
     is_cut = settings.mask_truncated_completions and episode.is_truncated
-    return episode._replace(is_masked=True) if is_void or is_cut else episode
+    masks_all = is_cut or (void_turns and not settings.mask_only_void_turns)
+    return episode._replace(masked_turns=tuple(turns if masks_all else void_turns))
 
 
 def _make_rule(settings: FilterConfig, groups: Sequence[Sequence[Episode]]) -> Rule:

@@ -427,7 +427,7 @@ class PPOTrainer:
             batch, values, ref_logprobs, config.algorithm, self.kl_coef, filter_scale, config.env.kind.has_trees
         )  # 6
         # Only now, so that masked episodes count in the advantages of their groups.
-        batch = batch._replace(mask=batch.mask & ~batch.is_masked[:, None])
+        batch = batch._replace(mask=batch.mask & ~batch.is_masked)
         return PreparedBatch(batch, targets, make_update_order(batch, config.actor.loss.needs_whole_groups))
 
     def _update_critic(self, prepared: PreparedBatch, timer: PhaseTimer) -> Meter:

@@ -41,7 +41,7 @@ class Episode(NamedTuple):
     answer of the root quotes.
     engine_logprobs: (T,), the log-probs reported by the engine if the trainer has recomputed `logprobs`, otherwise
     None. is_truncated: whether a reply was cut at its maximum length, or the context had no room for another turn.
-    is_masked: whether the losses leave the episode out, although it counts in the advantages.
+    masked_turns: turns that the losses leave out, although the episode counts in the advantages.
     prefix_turns: number of turns that were copied from the episode from which this one branched. prefix_tree: with
     `rollout.ts_n`, the number of its prefix tree among those of its group.
     """
@@ -64,7 +64,7 @@ class Episode(NamedTuple):
     answer: str | None = None
     evidence: tuple[str, ...] = ()
     is_truncated: bool = False
-    is_masked: bool = False
+    masked_turns: tuple[int, ...] = ()
     prefix_turns: int = 0
     prefix_tree: int = 0
 
@@ -87,6 +87,11 @@ class Episode(NamedTuple):
     def invalid_turns(self) -> int:
         """Number of turns with an invalid or empty answer."""
         return self.turn_validity.count(False)
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the losses leave out all of the episode."""
+        return len(self.masked_turns) == len(self.turn_validity)
 
     @property
     def success(self) -> bool:
@@ -216,7 +221,7 @@ class Batch(NamedTuple):
     int64, equal for an episode and its children. is_root: (B,) bool, False for children. engine_logprobs: like
     `logprobs`, as reported by the engine if it has its own copy of the weights, otherwise equal to `logprobs`.
     entropies: float32, entropy of the sampling distribution at each sampled token, in nats; 0 elsewhere.
-    is_masked: (B,) bool, prefix_trees: (B,) int64, see `Episode`.
+    is_masked: bool, True for tokens of `Episode.masked_turns`. prefix_trees: (B,) int64, see `Episode`.
     """
 
     tokens: Tensor
@@ -285,7 +290,7 @@ def collate(episodes: Sequence[Episode]) -> Batch:
             [episode.logprobs if episode.engine_logprobs is None else episode.engine_logprobs for episode in episodes]
         ),
         entropies=pad([episode.entropies for episode in episodes]),
-        is_masked=torch.tensor([episode.is_masked for episode in episodes]),
+        is_masked=pad([np.isin(episode.turns, episode.masked_turns) for episode in episodes]),
         prefix_trees=torch.tensor([episode.prefix_tree for episode in episodes]),
     )
 

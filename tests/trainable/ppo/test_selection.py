@@ -174,7 +174,7 @@ def test_masked_episodes_are_those_with_a_void_turn_or_a_cut_reply(settings: Row
     episodes = make_marked_episodes()
     selection = filter_episodes(episodes, FilterConfig(**settings), 4)
     assert [number for number, episode in enumerate(selection.episodes) if episode.is_masked] == masked
-    assert collate(selection.episodes).is_masked.nonzero().flatten().tolist() == masked
+    assert collate(selection.episodes).is_masked.any(1).nonzero().flatten().tolist() == masked
     assert not selection.is_empty
     # The filter of groups counts them.
     plain = filter_episodes(episodes, FilterConfig(), 4)
@@ -193,10 +193,24 @@ def test_advantages_count_masked_episodes_and_losses_do_not() -> None:
     assert "masked_episodes" not in plain_row
     assert torch.equal(targets.advantages, plain_targets.advantages)
     for row in range(len(batch.lengths)):
-        expected = torch.zeros_like(batch.mask[row]) if batch.is_masked[row] else plain_batch.mask[row]
+        expected = torch.zeros_like(batch.mask[row]) if batch.is_masked[row].any() else plain_batch.mask[row]
         assert torch.equal(batch.mask[row], expected)
     assert masked_row["trained_tokens"] == int(batch.mask.sum()) < plain_row["trained_tokens"]
     assert masked_row["sampled_tokens"] == plain_row["sampled_tokens"]
+
+
+def test_only_void_turns_are_masked_if_the_other_turns_are_to_be_trained() -> None:
+    settings = FilterConfig(mask_void_turns=True, mask_only_void_turns=True, mask_truncated_completions=True)
+    episodes = make_marked_episodes()
+    batch = collate(filter_episodes(episodes, settings, 4).episodes)
+    assert [number for number, is_masked in enumerate(batch.is_masked) if is_masked.any()] == [1, 6, 9]
+    length = batch.lengths[1]
+    assert torch.equal(batch.is_masked[1, :length], batch.turns[1, :length] == 0)  # the turn without a valid answer
+    for cut in (6, 9):  # a cut reply leaves out the whole episode
+        assert bool((batch.is_masked | ~batch.mask)[cut].all())
+    # On its own the setting does nothing.
+    plain = filter_episodes(episodes, FilterConfig(mask_only_void_turns=True), 4)
+    assert not collate(plain.episodes).is_masked.any()
 
 
 @pytest.mark.parametrize("settings", [{}, {"algorithm__adv_estimator": "gae"}], ids=["grpo", "gae"])
@@ -205,9 +219,11 @@ def test_the_gradient_is_that_of_the_batch_without_the_masked_episodes(settings:
     common = {**VOID, **settings, "actor__loss_agg_mode": mode, "actor__ppo_micro_batch_size_per_gpu": 16}
     trainer = make_quiet_trainer(**common)
     episodes = trainer.roll_out(trainer.levels[0], 4, "sampling")
-    masked_episodes = [e._replace(is_masked=not all(e.turn_validity)) for e in episodes]
+    masked_episodes = [
+        e._replace(masked_turns=() if all(e.turn_validity) else tuple(range(len(e.turn_validity)))) for e in episodes
+    ]
     batch, targets, order = trainer.prepare_batch(masked_episodes, 4, 4, np.random.default_rng(0))
-    rest = (~batch.is_masked).nonzero().flatten()
+    rest = (~batch.is_masked.any(1)).nonzero().flatten()
     assert 0 < len(rest) < len(episodes)
 
     def update(*rows: object) -> dict[str, torch.Tensor]:
