@@ -44,6 +44,8 @@ def make_kl_table(frames: StudyFrames) -> pd.DataFrame:
     # A schedule is not one coefficient.
     coefficients = pd.to_numeric(trials[COEFFICIENT_COLUMN], errors="coerce")
     runs = trials[has_kl & coefficients.notna() & trials["run_id"].isin(steps["run_id"])]
+    if runs.empty:
+        return pd.DataFrame(columns=columns)
     table = runs[["run_id", "seed", "status"]].assign(form=runs[FORM_COLUMN], coefficient=coefficients)
     # An id for each combination of the seed and all settings except form and coefficient.
     names = [f"config/{name}" for name in list_differing_settings(runs)]

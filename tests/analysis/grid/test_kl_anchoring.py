@@ -84,6 +84,12 @@ def make_table(rhos: dict[str, list[list[float]]], sets_per_seed: int = 1) -> pd
     return table.assign(status="completed", first_step=1, last_step=4)
 
 
+def test_runs_that_have_not_ended_are_left_out(frames: StudyFrames) -> None:
+    # As when a study is stopped before the first run with a KL loss has ended.
+    trials = frames.trials.assign(status="interrupted")
+    assert kl_anchoring.make_kl_table(replace(frames, trials=trials)).empty
+
+
 def test_the_difference_is_paired_and_signed() -> None:
     table = kl_anchoring.compare_to_k1(make_table({"kl": [RISES, RISES, MIXED], "mse": [FALLS, FALLS, FALLS]}))
     (row,) = table.to_dict("records")
