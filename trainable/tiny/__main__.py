@@ -3,6 +3,7 @@
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -56,6 +57,13 @@ def main() -> None:
         help="folder for the model, new or empty (default: the policy's name; of a teacher, where runs look for it)",
     )
     parser.add_argument(
+        "--width",
+        type=int,
+        choices=(32, 64, 96, 128, 192, 256),
+        default=64,
+        help="width of the model (default: 64, as shipped); its parameters grow with the square",
+    )
+    parser.add_argument(
         "--compile",
         action="store_true",
         help="compile the code of the tiny policies and exit; studies do this themselves",
@@ -73,7 +81,7 @@ def main() -> None:
         write_group_scores(sample_group_scores(name, policy) for name, policy in TURN_POLICIES.items())
         return
     name: str = arguments.policy
-    policy = POLICIES[TEACHERS.get(name, name)]
+    policy = replace(POLICIES[TEACHERS.get(name, name)], width=arguments.width)
     is_teacher = name in TEACHERS
 
     def make(folder: Path) -> None:

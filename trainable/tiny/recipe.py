@@ -63,6 +63,8 @@ class PolicyRecipe(ABC):
     recipe: Recipe
     response_length: int
     """Maximum tokens of a reply."""
+    width: int = 64
+    """Width of the model, a multiple of the head size of 32, which is the smallest that vLLM supports."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """Further run settings that the game needs."""
 
@@ -76,14 +78,14 @@ class PolicyRecipe(ABC):
         return build_tokenizer(self.pieces)
 
     def make_shape(self) -> Qwen2Shape:
-        """Return the sizes of the model. Its head size, 32, is the smallest that vLLM supports."""
+        """Return the sizes of the model."""
         pieces = self.pieces
         return Qwen2Shape(
             vocab_size=len(pieces),
-            hidden_size=64,
-            intermediate_size=192,
+            hidden_size=self.width,
+            intermediate_size=3 * self.width,
             num_hidden_layers=2,
-            num_attention_heads=2,
+            num_attention_heads=self.width // 32,
             num_key_value_heads=1,
             max_position_embeddings=512,
             rope_theta=10_000.0,

@@ -391,6 +391,16 @@ def noise_floor(
         noise_floor.print_floors(make_console(), answer)
 
 
+@command(READ, "findings", "collapse")
+def findings(
+    word: Annotated[str | None, argument("WORD", "A word to search for, or the name of a page.")] = None,
+) -> None:
+    """Print what recorded studies answer to common questions, such as which remedy stops a collapse."""
+    from tune_study.commands.reading import findings as gallery
+
+    gallery.print_findings(make_console(), word)
+
+
 @command(MAIN, "explain", "results/kl_sweep_sokoban-tiny --arm 0 --seed 1")
 def explain(run: opt.RunLocation, arm: opt.ReadArm = None, seed: opt.ReadSeed = None) -> None:
     """Tell what changed before the collapse in runs of RUN, and when."""

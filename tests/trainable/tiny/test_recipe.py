@@ -48,6 +48,15 @@ def test_the_shape_is_small_and_fits_its_tokenizer() -> None:
     assert sum(weight.numel() for weight in make_initial_model(SOKOBAN_TINY.make_shape(), 0).parameters()) < 150_000
 
 
+def test_the_width_changes_the_size_and_nothing_else() -> None:
+    sizes = []
+    for width in (32, 64, 128):
+        shape = replace(SOKOBAN_TINY, width=width).make_shape()
+        assert (shape.head_dim, shape.hidden_size, shape.vocab_size) == (32, width, SOKOBAN_TINY.make_shape().vocab_size)
+        sizes.append(sum(weight.numel() for weight in make_initial_model(shape, 0).parameters()))
+    assert sizes[0] < 0.35 * sizes[1] < 0.35**2 * sizes[2]
+
+
 def test_initial_weights_are_a_function_of_the_seed_alone() -> None:
     shape = SOKOBAN_TINY.make_shape()
     torch.manual_seed(1)

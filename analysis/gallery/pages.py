@@ -1,0 +1,267 @@
+"""The pages of the gallery: each is a template whose every number comes from recorded studies.
+
+A template in templates/ sets `title`, `symptoms`, `verdict`, `claims`, `reading` and `limits`, in Markdown. It reads a
+recording with `record(NAME)`, a `Recorded`; the page ends with the commands and the cost of all that it has read.
+`python -m analysis.gallery.pages docs/findings` writes all pages again.
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+
+import jinja2
+
+from analysis.charts import chart as charts
+from analysis.data.frames import StudyFrames, to_records
+from analysis.data.schemas import Row
+from analysis.gallery.recordings import read_recording
+from analysis.report.pages import draw_figures
+from analysis.sweep.collapse import count_collapses
+from analysis.sweep.contrasts import compute_contrasts
+from analysis.sweep.tables import summarize_arms
+from analysis.sweep.verdicts import count_nouns, format_fraction, format_interval, format_p_value, format_signed
+from trainable.files.paths import atomic_write
+
+TEMPLATES = Path(__file__).with_name("templates")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A recorded study, as a template sees it. Differences are in success at the end, the primary outcome."""
+
+    name: str
+    frames: StudyFrames
+
+    @cached_property
+    def contrasts(self) -> dict[str, Row]:
+        """The rows of `contrasts.compute_contrasts` for the primary outcome, by contrast."""
+        (family,) = self.frames.families
+        table = compute_contrasts(self.frames)
+        return {row["contrast"]: row for row in to_records(table[table["column"] == family.primary_column])}
+
+    @cached_property
+    def arms(self) -> dict[str, Row]:
+        """The rows of `tables.summarize_arms`, by arm."""
+        return {row["arm"]: row for row in to_records(summarize_arms(self.frames))}
+
+    @cached_property
+    def collapses(self) -> dict[str, Row]:
+        """The rows of `collapse.count_collapses`, by arm."""
+        return {row["arm"]: row for row in to_records(count_collapses(self.frames))}
+
+    def success(self, arm: str) -> str:
+        """Format the mean success of an arm at the end of its runs."""
+        return format_fraction(self.arms[arm]["late_val_success"])
+
+    def collapsed(self, *arms: str) -> str:
+        """Format how many runs of some arms collapsed: `4 of 5`."""
+        rows = [self.collapses[arm] for arm in arms]
+        return f"{sum(row['collapsed'] for row in rows)} of {sum(row['runs'] for row in rows)}"
+
+    def difference(self, contrast: str) -> str:
+        """Format the difference of a contrast with its interval: `+0.048 [−0.113, +0.209]`."""
+        row = self.contrasts[contrast]
+        interval = format_interval(row["difference_low"], row["difference_high"])
+        return f"{format_signed(row['difference'])} {interval}"
+
+    def p(self, contrast: str) -> str:
+        """Format the p-value of a contrast, corrected with Holm's method over all contrasts of the study."""
+        return format_p_value(self.contrasts[contrast]["p_holm"])
+
+    def verdict(self, contrast: str) -> str:
+        """Name the verdict on a contrast: better, worse, equal, no effect or open."""
+        return str(self.contrasts[contrast]["verdict"])
+
+    def list_contrasts(self, *verdicts: str) -> list[str]:
+        """List the contrasts with one of some verdicts, in the order of their declaration."""
+        return [name for name in self.contrasts if self.verdict(name) in verdicts]
+
+    def table(self, contrasts: Sequence[str] | None = None) -> str:
+        """Make the Markdown table of contrasts: all, or those named."""
+        lines = [
+            ("contrast", "difference in success", "Holm's p", "verdict", "collapsed runs"),
+            *(
+                (name, self.difference(name), self.p(name), self.verdict(name), self._compare_collapses(name))
+                for name in contrasts or self.contrasts
+            ),
+        ]
+        return make_table(lines)
+
+    def _compare_collapses(self, contrast: str) -> str:
+        (pairs,) = (entry.pairs for entry in self.frames.studies[0].contrasts if entry.name == contrast)
+        sides = (dict.fromkeys(pair[side] for pair in pairs) for side in (0, 1))
+        return " against ".join(self.collapsed(*arms) for arms in sides)
+
+    def arm_table(self) -> str:
+        """Make the Markdown table of arms: success at the end, collapsed runs, optimizer steps and sampled tokens."""
+        lines = [
+            ("arm", "success at the end", "collapsed runs", "optimizer steps", "tokens sampled"),
+            *(
+                (
+                    arm,
+                    f"{format_fraction(row['late_val_success'])} "
+                    f"{format_interval(row['late_low'], row['late_high'], format_fraction)}",
+                    self.collapsed(arm),
+                    f"{row['total_optimizer_steps']:,.0f}",
+                    f"{row['total_sampled_tokens']:,.0f}",
+                )
+                for arm, row in self.arms.items()
+            ),
+        ]
+        return make_table(lines)
+
+    def mean_column(self, column: str, arm: str, last: int = 10) -> float:
+        """Compute the mean of a column over the last steps of each run of an arm, and over its runs."""
+        steps = self.frames.steps[self.frames.steps["arm"] == arm]
+        return float(
+            steps.groupby("run_id", observed=True)[column].apply(lambda values: values.tail(last).mean()).mean()
+        )
+
+    @property
+    def core_seconds(self) -> float:
+        """Seconds that two cores computed in the steps of all runs."""
+        return float(self.frames.steps["cpu_seconds_step"].sum()) / 2
+
+    @property
+    def cost(self) -> str:
+        """Format runs and cost: `100 runs, 3,120 seconds of two cores`."""
+        return f"{count_nouns(len(self.frames.trials), 'run')}, {self.core_seconds:,.0f} seconds of two cores"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A page of the gallery."""
+
+    name: str
+    title: str
+    symptoms: str
+    """What a reader sees who needs the page, as phrases separated by semicolons."""
+    verdict: str
+    """One sentence."""
+    page: str
+    """The whole page in Markdown."""
+    records: dict[str, Recorded] = field(repr=False)
+    """The recordings that it reads, by name."""
+
+
+def make_table(lines: Sequence[Sequence[str]]) -> str:
+    """Make a Markdown table. The first line has the headings; all columns but the first are aligned to the right."""
+    width = len(lines[0])
+    rule = ("---", *["---:"] * (width - 1))
+    return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
+
+
+@cache
+def read_findings() -> dict[str, Finding]:
+    """Make all pages from their templates and recordings, by name."""
+    return {path.stem: make_finding(path) for path in sorted(TEMPLATES.glob("*.md"))}
+
+
+def make_finding(path: Path) -> Finding:
+    """Make the page of a template from the recordings that it reads."""
+    records: dict[str, Recorded] = {}
+
+    def record(name: str) -> Recorded:
+        return records.setdefault(name, Recorded(name, read_recording(name)))
+
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(path.read_text(encoding="utf-8"))
+    module = template.make_module({"record": record, "signed": format_signed, "table": make_table})
+    texts = {
+        name: str(getattr(module, name)).strip()
+        for name in ("title", "symptoms", "verdict", "claims", "reading", "limits")
+    }
+    texts["verdict"] = re.sub(r"\s+", " ", texts["verdict"])
+    return Finding(
+        path.stem, texts["title"], texts["symptoms"], texts["verdict"], _compose_page(texts, records), records
+    )
+
+
+def _compose_page(texts: dict[str, str], records: dict[str, Recorded]) -> str:
+    studies = [(recorded, recorded.frames.studies[0]) for recorded in records.values()]
+    commands = "\n".join(study.command for _, study in studies)
+    costs = "\n".join(f"* `{study.command}`: {recorded.cost}." for recorded, study in studies)
+    questions = "\n\n".join(dict.fromkeys(study.question for _, study in studies))
+    figures = "\n\n".join(f"![Differences between arms]({recorded.name}.svg)" for recorded, _ in studies)
+    names = ", ".join(f'"{name}"' for name in records)
+    return f"""# {texts["title"]}
+
+**{texts["verdict"]}**
+
+When you see: {texts["symptoms"]}.
+
+*{questions}*
+
+## Who says what
+
+{texts["claims"]}
+
+## What the runs say
+
+{texts["reading"]}
+
+{figures}
+
+Success is sampled validation success at the end of a run; brackets are 95 % intervals over seeds, with the noise of
+all arms; p is corrected with Holm's method over the contrasts of the study, which were declared before its runs.
+
+## What this does not show
+
+{texts["limits"]}
+
+## Again
+
+```bash
+{commands}
+```
+
+{costs}
+
+The rows are recorded, and need no training:
+
+```python
+from analysis.gallery.recordings import read_recording
+
+studies = [read_recording(name) for name in [{names}]]
+```
+"""
+
+
+def make_index(findings: Sequence[Finding]) -> str:
+    """Make the index of all pages in Markdown, by title, with symptoms and verdicts."""
+    lines = [
+        ("what you see", "page", "verdict"),
+        *((finding.symptoms, f"[{finding.title}]({finding.name}.md)", finding.verdict) for finding in findings),
+    ]
+    seconds = sum(recorded.core_seconds for finding in findings for recorded in finding.records.values())
+    runs = sum(len(recorded.frames.trials) for finding in findings for recorded in finding.records.values())
+    return f"""# Findings that answer with evidence
+
+Questions that practitioners answer differently, and {runs:,} recorded runs ({seconds / 3600:.1f} hours of two cores).
+Arms, contrasts and seeds were declared before the runs; every number is computed from the recorded rows. They are about
+tiny policies in small games, and confirm nothing about larger ones. `python -m tune_study findings collapse` searches
+the pages.
+
+{make_table(lines)}
+"""
+
+
+def write_pages(folder: Path) -> None:
+    """Write the index, all pages and their figures into a folder."""
+    findings = read_findings()
+    pages = {"index": make_index(list(findings.values())), **{name: finding.page for name, finding in findings.items()}}
+    for name, page in pages.items():
+        with atomic_write(folder / f"{name}.md") as temp_path:
+            temp_path.write_text(page, encoding="utf-8")
+    for finding in findings.values():
+        for name, recorded in finding.records.items():
+            (figure,) = draw_figures(recorded.frames, ["contrasts"]).values()
+            with atomic_write(folder / f"{name}.svg") as temp_path:
+                temp_path.write_text(charts.make_svg_file(charts.draw_svg(charts.make_spec(figure))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_pages(Path(sys.argv[1]))
