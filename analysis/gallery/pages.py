@@ -84,7 +84,7 @@ class Recorded:
         lines = [
             ("contrast", "difference in success", "Holm's p", "verdict", "collapsed runs"),
             *(
-                (name, self.difference(name), self.p(name), self.verdict(name), self._compare_collapses(name))
+                (name, self.difference(name), self.p(name)[2:], self.verdict(name), self._compare_collapses(name))
                 for name in contrasts or self.contrasts
             ),
         ]

@@ -52,7 +52,11 @@ def test_the_width_changes_the_size_and_nothing_else() -> None:
     sizes = []
     for width in (32, 64, 128):
         shape = replace(SOKOBAN_TINY, width=width).make_shape()
-        assert (shape.head_dim, shape.hidden_size, shape.vocab_size) == (32, width, SOKOBAN_TINY.make_shape().vocab_size)
+        assert (shape.head_dim, shape.hidden_size, shape.vocab_size) == (
+            32,
+            width,
+            SOKOBAN_TINY.make_shape().vocab_size,
+        )
         sizes.append(sum(weight.numel() for weight in make_initial_model(shape, 0).parameters()))
     assert sizes[0] < 0.35 * sizes[1] < 0.35**2 * sizes[2]
 

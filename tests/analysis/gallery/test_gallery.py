@@ -1,0 +1,147 @@
+"""Tests of recordings, of runs that are read at a budget, and of the pages: every number follows from the rows."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from analysis.data.frames import StudyFrames, to_records
+from analysis.data.load import load
+from analysis.gallery import pages
+from analysis.gallery.budgets import cut_at_budgets
+from analysis.gallery.recordings import RECORDINGS, read_recording, write_recording
+from analysis.report.pages import summarize_study
+from analysis.sweep.contrasts import compute_contrasts
+from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
+
+DOCS = Path(__file__).parents[3] / "docs" / "findings"
+MAX_BYTES = 10_000_000
+"""Maximum size of all recordings together."""
+ENDS = {"none": (0.60, 0.62, 0.58), "a-long": (0.80, 0.85, 0.78), "b-long": (0.40, 0.35, 0.44)}
+LENGTHS = {"none": 30, "a-long": 60, "b-long": 60}
+
+
+def make_frames(folder: Path) -> StudyFrames:
+    runs = [
+        FakeRun(
+            arm,
+            seed,
+            steps=LENGTHS[arm],
+            success=(0.3, end),
+            rows={"optimizer_steps": 4 if arm == "none" else 3},
+            settings={"trainer.total_training_steps": LENGTHS[arm]},
+        )
+        for arm, ends in ENDS.items()
+        for seed, end in enumerate(ends)
+    ]
+    contrasts = [{"name": "a against b", "pairs": [["a-long", "b-long"]]}]
+    extra = {"contrasts": contrasts, "command": f"python -m tune_study run filter --output {folder}"}
+    return load(write_study(folder, runs, FakeStudy(baseline="none", values=tuple(ENDS), total_steps=60, extra=extra)))
+
+
+@pytest.fixture(scope="module")
+def frames(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
+    return make_frames(tmp_path_factory.mktemp("study"))
+
+
+def test_a_recording_gives_the_same_verdicts_and_tells_nothing_of_the_machine(
+    frames: StudyFrames, tmp_path: Path
+) -> None:
+    size = write_recording(frames, tmp_path / "recorded")
+    recorded = read_recording(tmp_path / "recorded")
+    assert size == sum(path.stat().st_size for path in (tmp_path / "recorded").iterdir())
+    expected, summary = summarize_study(frames), summarize_study(recorded)
+    for arm, expected_arm in zip(summary["arms"], expected["arms"], strict=True):
+        assert arm["verdict"] == expected_arm["verdict"]
+        np.testing.assert_allclose(arm["difference"], expected_arm["difference"], atol=1e-6)
+        np.testing.assert_allclose(arm["high"], expected_arm["high"], atol=1e-6)
+    assert summary["runs"] == expected["runs"]
+    assert recorded.studies[0].command == "python -m tune_study run kl --preset laptop"
+    for path in (tmp_path / "recorded").iterdir():
+        assert str(frames.folders[0].parents[1]).encode() not in path.read_bytes()
+
+
+def test_a_long_run_is_read_where_it_has_spent_what_the_baseline_spent(frames: StudyFrames) -> None:
+    cut = cut_at_budgets(frames)
+    runs = {(run["arm"], run["seed"]): run for run in to_records(cut.runs)}
+    # The baseline makes 30 steps with 4 updates each, the others 3 updates in each step.
+    assert runs["a at equal training steps", 0]["steps_done"] == 30
+    assert runs["a at equal optimizer steps", 0]["steps_done"] == 40
+    assert not any(arm.endswith("-long") for arm, _ in runs)
+    for seed in range(3):
+        steps = frames.get_run_steps(f"arma-long-seed{seed}")
+        curve = steps.dropna(subset="val_success").set_index("step")["val_success"]
+        for budget, validations in (("training", (15, 20, 25, 30)), ("optimizer", (25, 30, 35, 40))):
+            late = runs[f"a at equal {budget} steps", seed]["late_val_success"]
+            assert late == pytest.approx(curve.loc[list(validations)].mean())
+    table = compute_contrasts(cut).set_index(["column", "contrast"])
+    row = table.loc["late_val_success", "a at equal optimizer steps, against none"]
+    expected = np.mean([runs["a at equal optimizer steps", s]["late_val_success"] for s in range(3)])
+    expected -= np.mean([runs["none", s]["late_val_success"] for s in range(3)])
+    assert row["difference"] == pytest.approx(expected)
+    assert (
+        row["difference"] > 0 > table.loc["late_val_success", "b at equal optimizer steps, against none"]["difference"]
+    )
+
+
+def test_a_run_that_never_reaches_a_budget_is_left_out(frames: StudyFrames) -> None:
+    steps = frames.steps.copy()
+    steps.loc[steps["arm"] == "b-long", "optimizer_steps"] = 1
+    cut = cut_at_budgets(replace(frames, steps=steps))
+    arms = set(cut.trials["arm"])
+    assert "b at equal training steps" in arms
+    assert "b at equal optimizer steps" not in arms
+
+
+TEMPLATE = """{% set s = record(FOLDER) %}
+{% set title = "Filters" %}
+{% set symptoms = "updates are noisy; groups are dropped" %}
+{% set verdict %}The first ends {{ s.difference("a against b") }}
+above the second ({{ s.p("a against b") }}).{% endset %}
+{% set claims %}* Somebody says so.{% endset %}
+{% set reading %}{{ s.table() }}
+
+{{ s.arm_table() }}{% endset %}
+{% set limits %}* One game.{% endset %}
+"""
+
+
+def test_a_page_has_the_numbers_of_its_recording(frames: StudyFrames, tmp_path: Path) -> None:
+    write_recording(frames, tmp_path / "recorded")
+    template = tmp_path / "filters.md"
+    template.write_text(TEMPLATE.replace("FOLDER", repr(str(tmp_path / "recorded"))))
+    finding = pages.make_finding(template)
+    (row,) = to_records(compute_contrasts(frames).query("column == 'late_val_success'"))
+    number = f"{row['difference']:+.3f} [{row['difference_low']:+.3f}, {row['difference_high']:+.3f}]"
+    assert number in finding.verdict
+    assert "\n" not in finding.verdict
+    assert f"| a against b | {number} | 0.012 | better | 0 of 3 against 0 of 3 |" in finding.page
+    assert finding.page.split("\n\n")[:3] == [
+        "# Filters",
+        f"**{finding.verdict}**",
+        "When you see: updates are noisy; groups are dropped.",
+    ]
+    mean = frames.runs_by_arm["none"]["late_val_success"].mean()
+    assert f"| none | {mean:.3f} [" in finding.page
+    index = pages.make_index([finding])
+    assert f"[Filters](filters.md) | {finding.verdict} |" in index
+    assert "9 recorded runs" in index
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(pages.TEMPLATES.glob("*.md")), ids=lambda path: path.stem)
+def test_every_number_of_a_page_is_computed_from_its_recordings(path: Path) -> None:
+    assert pages.make_finding(path).page == (DOCS / f"{path.stem}.md").read_text(encoding="utf-8")
+
+
+def test_pages_recordings_and_figures_belong_together() -> None:
+    names = {path.stem for path in pages.TEMPLATES.glob("*.md")}
+    assert {path.stem for path in DOCS.glob("*.md")} == {*names, "index"}
+    used = {
+        name for path in pages.TEMPLATES.glob("*.md") for name in re.findall(r'record\("(.+?)"\)', path.read_text())
+    }
+    assert {path.name for path in RECORDINGS.iterdir()} == used
+    assert {path.stem for path in DOCS.glob("*.svg")} >= used
+    assert sum(path.stat().st_size for path in RECORDINGS.glob("*/*")) <= MAX_BYTES
