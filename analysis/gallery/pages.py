@@ -1,13 +1,13 @@
 """The pages of the gallery: each is a template whose every number comes from recorded studies.
 
-A template in templates/ sets `title`, `symptoms`, `verdict`, `claims`, `reading` and `limits`, in Markdown. It reads a
-recording with `record(NAME)`, a `Recorded`; the page ends with the commands and the cost of all that it has read.
+A template in templates/ sets `title`, `symptoms`, `verdict`, `claims`, `reading` and `limits`, in Markdown, and
+`estimates`, the minutes of two cores that were expected of each recording. It reads a recording with `record(NAME)`, a `Recorded`; the page ends with the commands and the cost of all that it has read.
 `python -m analysis.gallery.pages docs/findings` writes all pages again.
 """
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -124,11 +124,6 @@ class Recorded:
     def core_seconds(self) -> float:
         """Seconds that two cores computed in the steps of all runs."""
         return float(self.frames.steps["cpu_seconds_step"].sum()) / 2
-
-    @property
-    def cost(self) -> str:
-        """Format runs and cost: `100 runs, 3,120 seconds of two cores`."""
-        return f"{count_nouns(len(self.frames.trials), 'run')}, {self.core_seconds:,.0f} seconds of two cores"
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,7 @@ def test_a_run_that_never_reaches_a_budget_is_left_out(frames: StudyFrames) -> N
 
 
 TEMPLATE = """{% set s = record(FOLDER) %}
+{% set estimates = {FOLDER: 2} %}
 {% set title = "Filters" %}
 {% set symptoms = "updates are noisy; groups are dropped" %}
 {% set verdict %}The first ends {{ s.difference("a against b") }}
@@ -125,6 +126,8 @@ def test_a_page_has_the_numbers_of_its_recording(frames: StudyFrames, tmp_path: 
     ]
     mean = frames.runs_by_arm["none"]["late_val_success"].mean()
     assert f"| none | {mean:.3f} [" in finding.page
+    seconds = frames.steps["cpu_seconds_step"].sum() / 2
+    assert f"9 runs, {seconds:,.0f} seconds of two cores (120 were expected)" in finding.page
     index = pages.make_index([finding])
     assert f"[Filters](filters.md) | {finding.verdict} |" in index
     assert "9 recorded runs" in index
