@@ -1,7 +1,10 @@
 """The pages of the gallery: each is a template whose every number comes from recorded studies.
 
 A template in templates/ sets `title`, `symptoms`, `verdict`, `claims`, `reading` and `limits`, in Markdown, and
-`estimates`, the minutes of two cores that were expected of each recording. It reads a recording with `record(NAME)`, a `Recorded`; the page ends with the commands and the cost of all that it has read.
+`estimates`, the minutes of two cores that were expected of each recording. It reads a recording with `record(NAME)`, a
+`Recorded`, and `at_budgets` of one gives it at equal budgets. The page ends with the commands and the cost of all that
+it has read.
+
 `python -m analysis.gallery.pages docs/findings` writes all pages again.
 """
 
@@ -17,6 +20,7 @@ import jinja2
 from analysis.charts import chart as charts
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
+from analysis.gallery.budgets import cut_at_budgets
 from analysis.gallery.recordings import read_recording
 from analysis.report.pages import draw_figures
 from analysis.sweep.collapse import count_collapses
@@ -162,23 +166,29 @@ def make_finding(path: Path) -> Finding:
     def record(name: str) -> Recorded:
         return records.setdefault(name, Recorded(name, read_recording(name)))
 
+    def at_budgets(recorded: Recorded) -> Recorded:
+        return Recorded(recorded.name, cut_at_budgets(recorded.frames))
+
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(path.read_text(encoding="utf-8"))
-    module = template.make_module({"record": record, "signed": format_signed, "table": make_table})
+    module = template.make_module({"record": record, "at_budgets": at_budgets, "signed": format_signed})
     texts = {
         name: str(getattr(module, name)).strip()
         for name in ("title", "symptoms", "verdict", "claims", "reading", "limits")
     }
     texts["verdict"] = re.sub(r"\s+", " ", texts["verdict"])
-    return Finding(
-        path.stem, texts["title"], texts["symptoms"], texts["verdict"], _compose_page(texts, records), records
-    )
+    page = _compose_page(texts, records, module.estimates)  # type: ignore[attr-defined]
+    return Finding(path.stem, texts["title"], texts["symptoms"], texts["verdict"], page, records)
 
 
-def _compose_page(texts: dict[str, str], records: dict[str, Recorded]) -> str:
+def _compose_page(texts: Mapping[str, str], records: Mapping[str, Recorded], estimates: Mapping[str, float]) -> str:
     studies = [(recorded, recorded.frames.studies[0]) for recorded in records.values()]
     commands = "\n".join(study.command for _, study in studies)
-    costs = "\n".join(f"* `{study.command}`: {recorded.cost}." for recorded, study in studies)
+    costs = "\n".join(
+        f"* `{study.command}`: {count_nouns(len(recorded.frames.trials), 'run')}, {recorded.core_seconds:,.0f} seconds "
+        f"of two cores ({60 * estimates[recorded.name]:,.0f} were expected)."
+        for recorded, study in studies
+    )
     questions = "\n\n".join(dict.fromkeys(study.question for _, study in studies))
     figures = "\n\n".join(f"![Differences between arms]({recorded.name}.svg)" for recorded, _ in studies)
     names = ", ".join(f'"{name}"' for name in records)
