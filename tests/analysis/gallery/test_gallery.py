@@ -12,6 +12,7 @@ from analysis.data.load import load
 from analysis.gallery import pages
 from analysis.gallery.budgets import cut_at_budgets
 from analysis.gallery.recordings import RECORDINGS, read_recording, write_recording
+from analysis.gallery.transfer import compare_places
 from analysis.report.pages import summarize_study
 from analysis.sweep.contrasts import compute_contrasts
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
@@ -93,6 +94,17 @@ def test_a_run_that_never_reaches_a_budget_is_left_out(frames: StudyFrames) -> N
     arms = set(cut.trials["arm"])
     assert "b at equal training steps" in arms
     assert "b at equal optimizer steps" not in arms
+
+
+def test_a_study_agrees_with_itself_and_disagrees_with_its_mirror(frames: StudyFrames) -> None:
+    trials = frames.trials.assign(late_val_success=1 - frames.trials["late_val_success"])
+    table = compare_places(frames, {"same": frames, "mirror": replace(frames, trials=trials)}).set_index("place")
+    same, mirror = table.loc["same"], table.loc["mirror"]
+    assert (same["arms"], same["contrasts"]) == (3, 1)
+    assert (same["rho"], same["same"], same["opposite"]) == (pytest.approx(1), 1, 0)
+    assert (mirror["rho"], mirror["same"], mirror["opposite"]) == (pytest.approx(-1), 0, 1)
+    assert same["rho_low"] > mirror["rho_high"]
+    assert same["same_low"] > 0 == mirror["same_low"]
 
 
 TEMPLATE = """{% set s = record(FOLDER) %}
