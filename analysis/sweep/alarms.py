@@ -151,27 +151,24 @@ def split_runs(alarms: pd.DataFrame, first_test_seed: int) -> tuple[pd.DataFrame
 
 
 def compare_detectors(studies: Sequence[StudyFrames], first_test_seed: int) -> pd.DataFrame:
-    """Score the detectors of others on the runs on which `compare_alarms` scores: two rows per detector.
+    """Score the detectors of others on the runs on which `compare_alarms` scores: up to two rows per detector.
 
     Columns: detector (its name), source, thresholds and those of `score_rules`. thresholds is `published` with the
     numbers of the source, or `tuned` with the best of `list_variants` on the runs of lower seeds, by `choose_rules`.
     The first row is missing without published numbers, the second if no variant may be chosen.
     """
-    alarms = find_alarms(studies, list_variants())
-    chosen_on, scored_on, _ = split_runs(alarms, first_test_seed)
-    rules = {
-        "published": [detector.text for detector in DETECTORS if detector.is_published],
-        "tuned": choose_rules(chosen_on),
-    }
-    scores = [
-        score_rules(scored_on[scored_on["rule"].isin(texts)]).assign(thresholds=name) for name, texts in rules.items()
+    chosen_on, scored_on, _ = split_runs(find_alarms(studies, list_variants()), first_test_seed)
+    published, tuned = {detector.text for detector in DETECTORS if detector.is_published}, choose_rules(chosen_on)
+    tables = [
+        score_rules(scored_on[scored_on["rule"].isin(texts)]).assign(thresholds=name)
+        for name, texts in (("published", published), ("tuned", tuned))
     ]
-    sources = {detector.name: detector.source for detector in DETECTORS}
-    names = dict(zip(alarms["rule"], alarms["column"], strict=True))
-    table = pd.concat(scores, ignore_index=True)
-    table = table.assign(detector=table["rule"].map(names)).assign(source=lambda rows: rows["detector"].map(sources))
-    return table.sort_values(
-        "detector", key=lambda column: column.map(list(sources).index), kind="stable", ignore_index=True
+    scores = {(row["rule"], row["thresholds"]): row for table in tables for row in to_records(table)}
+    return pd.DataFrame(
+        {"detector": detector.name, "source": detector.source, **row, "rule": rule.removeprefix(f"{detector.name}: ")}
+        for detector in DETECTORS
+        for (rule, _), row in scores.items()
+        if rule.startswith(f"{detector.name}: ")
     )
 
 

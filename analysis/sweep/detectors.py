@@ -44,8 +44,8 @@ MEASURES: Mapping[str, tuple[str, ...]] = {
     "trajectory_mi": ("collapse_trajectory_mi_estimate",),
 }
 """What a detector reads -> our columns that stand for it: the first one that the run has measured."""
-THRESHOLD_FACTORS = tuple(2.0 ** (power / 2) for power in range(-4, 5))
-"""Factors from 1/4 to 4 by which thresholds are made stricter: high ones are multiplied by it, low ones divided."""
+THRESHOLD_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Factors by which thresholds are made stricter: high ones are multiplied by them, low ones divided."""
 COUNT_FACTORS = (0.25, 0.5, 1.0)
 """Factors of windows and warm-ups, since those of most tools are made for longer runs than a laptop's."""
 
@@ -269,7 +269,7 @@ DETECTORS: tuple[Detector, ...] = (
             f"{measure} < {{low:.3g}} x its first {BASELINE_STEPS} steps, {{window}} in a row",
             (measure,),
             partial(find_streak, measure=measure, is_relative=True),
-            lows={"low": 0.5},
+            lows={"low": 0.8},
             counts={"window": 4},
             is_published=False,
         )

@@ -189,11 +189,12 @@ def has_diverging_reward(measures: Measures, numbers: Numbers) -> bool:
     if len(scores) < 4 or len(rewards) < 2:
         return False
     rewards = np.interp(steps, reward_steps, rewards)
-    reward_direction, score_direction = (fit_trend(steps, values).direction for values in (rewards, scores))
+    if len(scores) >= 6 and correlate_ranks(rewards, scores) < 0:
+        return True
+    if fit_trend(steps, rewards).direction <= 0 or (direction := fit_trend(steps, scores).direction) > 0:
+        return False
     gaps = _standardize(rewards) - _standardize(scores)
-    is_behind = score_direction <= 0 and np.median(take_last(gaps, 0.34, 2)) >= numbers["high"]
-    is_diverging = reward_direction > 0 and (score_direction < 0 or is_behind)
-    return bool(is_diverging or (len(scores) >= 6 and correlate_ranks(rewards, scores) < 0))
+    return bool(direction < 0 or np.median(take_last(gaps, 0.34, 2)) >= numbers["high"])
 
 
 def _standardize(values: Floats) -> Floats:
@@ -211,10 +212,13 @@ def has_length_hacking(measures: Measures, numbers: Numbers) -> bool:
         return False
     first, last = np.median(take_first(lengths)), np.median(take_last(lengths, 0.1, 3))
     growth = (last - first) / first if first > 0 else 0.0
+    if growth < numbers["high"] or (
+        correlate_ranks(lengths, np.interp(steps, reward_steps, rewards)) < numbers["correlation"]
+    ):
+        return False
     before, after = np.median(scores[: len(scores) // 4]), np.median(take_last(scores, 0.25, 1))
-    is_earned = fit_trend(score_steps, scores).direction > 0 and after - before >= 0.25 * growth * abs(before)
-    correlation = correlate_ranks(lengths, np.interp(steps, reward_steps, rewards))
-    return bool(growth >= numbers["high"] and correlation >= numbers["correlation"] and not is_earned)
+    is_rising = fit_trend(score_steps, scores).direction > 0
+    return not is_rising or bool(after - before < 0.25 * growth * abs(before))
 
 
 def correlate_ranks(x: Floats, y: Floats) -> float:
