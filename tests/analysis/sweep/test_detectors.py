@@ -76,6 +76,14 @@ CASES: tuple[tuple[str, float | None, Series], ...] = (
     ("rl-doctor entropy_collapse", None, {"entropy": RAMP_DOWN, "reward": LINE}),
     ("rl-doctor reward_hacking", 75, {"reward": LINE, "eval_score": at_validations(LINE[:20][::-1])}),
     ("rl-doctor reward_hacking", None, {"reward": LINE, "eval_score": at_validations(LINE[:20])}),
+    ("rl-doctor reward_hacking", 75, {"reward": WAVE, "eval_score": WAVE[1:] + WAVE[:1]}),  # no trend, opposite ranks
+    ("rl-doctor reward_hacking", 75, {"reward": LINE, "eval_score": [0.5] * 100}),  # left behind
+    ("rl-doctor reward_hacking", None, {"reward": [0.5] * 100, "eval_score": LINE}),
+    # Fewer than eight evaluations have no trend, so they do not explain longer replies.
+    (
+        *("rl-doctor length_pathology", 100),
+        {"response_length": 100 + LINE, "reward": LINE, "eval_score": at_validations(LINE[:5], 20)},
+    ),
     ("rl-doctor length_pathology", 75, {"response_length": 100 + LINE, "reward": LINE, "eval_score": [0.5] * 100}),
     ("rl-doctor length_pathology", None, {"response_length": 100 + LINE, "reward": LINE, "eval_score": LINE}),
     ("rl-doctor length_pathology", None, {"response_length": 100 + LINE, "reward": -LINE, "eval_score": [0.5] * 100}),
