@@ -1,4 +1,4 @@
-"""Alarms: how early a threshold on a symptom, or a stop rule, announces a collapse, and how often it is wrong.
+"""Alarms: how early a threshold, a stop rule or another tool's detector announces a collapse, and how often wrongly.
 
 An alarm is right in a run that collapsed by the study's definition (`collapse.find_run_ends`), and false in a run that
 did not. It announces the collapse if it comes before it. Thresholds are chosen on the runs of some seeds and scored on
@@ -16,6 +16,7 @@ from analysis.data.frames import StudyFrames, to_records
 from analysis.data.summaries import compute_late_mean
 from analysis.stats.estimates import NAN, wilson_interval
 from analysis.sweep.collapse import find_run_ends
+from analysis.sweep.detectors import DETECTORS, Detector, list_variants, make_measures
 from analysis.sweep.symptoms import SYMPTOMS, estimate_median_lead
 from trainable.config.sections import EarlyStopConfig
 from trainable.config.setting_types import AlarmRule
@@ -60,21 +61,29 @@ def find_distinct_ends(studies: Sequence[StudyFrames]) -> list[pd.DataFrame]:
     return tables
 
 
-def find_alarms(studies: Sequence[StudyFrames], rules: Sequence[AlarmRule]) -> pd.DataFrame:
+def find_alarms(studies: Sequence[StudyFrames], rules: Sequence[AlarmRule | Detector]) -> pd.DataFrame:
     """Apply alarms to the scored runs of all studies (each run once): a row per alarm and run with its symptom.
 
-    Columns: rule (its text), column, run_id, arm, seed, is_collapse, end_step (see `collapse.find_run_ends`),
-    alarm_step (NaN if the alarm does not fire).
+    Columns: rule (its text), column (of an alarm; the name of a detector), run_id, arm, seed, is_collapse, end_step
+    (see `collapse.find_run_ends`), alarm_step (NaN if the alarm does not fire).
     """
     rows = []
     for frames, ends in zip(studies, find_distinct_ends(studies), strict=True):
         for run in to_records(ends[ends["status"].isin(SCORED_STATUSES)]):
             steps = frames.get_run_steps(run["run_id"])
+            measures = make_measures(steps)
             for rule in rules:
-                if rule.column in steps and steps[rule.column].notna().any():
+                if isinstance(rule, Detector):
+                    if not measures.keys() >= set(rule.measures):
+                        continue
+                    column, alarm_step = rule.name, rule.find_step(measures)
+                elif rule.column in steps and steps[rule.column].notna().any():
                     decision = find_alarm(steps["step"], steps[rule.column].astype(float), rule)
-                    alarm_step = decision.step if decision else NAN
-                    rows.append({**run, "rule": rule.text, "column": rule.column, "alarm_step": alarm_step})
+                    column, alarm_step = rule.column, decision.step if decision else None
+                else:
+                    continue
+                step = NAN if alarm_step is None else float(alarm_step)
+                rows.append({**run, "rule": rule.text, "column": column, "alarm_step": step})
     names = ["rule", "column", "run_id", "arm", "seed", "is_collapse", "end_step", "alarm_step"]
     return pd.DataFrame(rows, columns=names).astype({"is_collapse": bool})
 
@@ -124,14 +133,43 @@ def compare_alarms(studies: Sequence[StudyFrames], first_test_seed: int) -> tupl
     Returns `score_rules` over the runs with seed >= `first_test_seed`, best detector first, and whether it is over
     them: if no run collapsed on one of the two sides, rules are chosen and scored on all runs.
     """
-    alarms = find_alarms(studies, list_rules())
-    is_test = alarms["seed"] >= first_test_seed
-    is_fresh = all(alarms.loc[side, "is_collapse"].any() for side in (is_test, ~is_test))
-    chosen_rules = choose_rules(alarms[~is_test] if is_fresh else alarms)
-    is_scored = alarms["rule"].isin(chosen_rules) & (is_test | (not is_fresh))
-    scores = score_rules(alarms[is_scored])
+    chosen_on, scored_on, is_fresh = split_runs(find_alarms(studies, list_rules()), first_test_seed)
+    scores = score_rules(scored_on[scored_on["rule"].isin(choose_rules(chosen_on))])
     order = ["detected_fraction", "lead"] if len(scores) else []
     return scores.sort_values(order, ascending=False, kind="stable", ignore_index=True), is_fresh
+
+
+def split_runs(alarms: pd.DataFrame, first_test_seed: int) -> tuple[pd.DataFrame, pd.DataFrame, bool]:
+    """Split `alarms` into those on which rules are chosen (lower seeds), and those on which they are scored.
+
+    If one side has no collapse, both are all alarms, and the third value is False.
+    """
+    is_test = alarms["seed"] >= first_test_seed
+    if not all(alarms.loc[side, "is_collapse"].any() for side in (is_test, ~is_test)):
+        return alarms, alarms, False
+    return alarms[~is_test], alarms[is_test], True
+
+
+def compare_detectors(studies: Sequence[StudyFrames], first_test_seed: int) -> pd.DataFrame:
+    """Score the detectors of others on the runs on which `compare_alarms` scores: up to two rows per detector.
+
+    Columns: detector (its name), source, thresholds and those of `score_rules`. thresholds is `published` with the
+    numbers of the source, or `tuned` with the best of `list_variants` on the runs of lower seeds, by `choose_rules`.
+    The first row is missing without published numbers, the second if no variant may be chosen.
+    """
+    chosen_on, scored_on, _ = split_runs(find_alarms(studies, list_variants()), first_test_seed)
+    published, tuned = {detector.text for detector in DETECTORS if detector.is_published}, choose_rules(chosen_on)
+    tables = [
+        score_rules(scored_on[scored_on["rule"].isin(texts)]).assign(thresholds=name)
+        for name, texts in (("published", published), ("tuned", tuned))
+    ]
+    scores = {(row["rule"], row["thresholds"]): row for table in tables for row in to_records(table)}
+    return pd.DataFrame(
+        {"detector": detector.name, "source": detector.source, **row, "rule": rule.removeprefix(f"{detector.name}: ")}
+        for detector in DETECTORS
+        for (rule, _), row in scores.items()
+        if rule.startswith(f"{detector.name}: ")
+    )
 
 
 def replay_rules(frames: StudyFrames, thresholds: Mapping[str, EarlyStopConfig]) -> pd.DataFrame:

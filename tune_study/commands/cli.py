@@ -482,12 +482,13 @@ def alarms(
         argument("FOLDER...", "Output folders, or folders results/<run>, whose studies to read."),
     ],
     first_test_seed: Annotated[int, option("S", "Choose alarms on lower seeds, score them from S on.", min=0)] = 5,
+    others: Annotated[bool, Option("--others", help="Also score the detectors of other tools, in a minute.")] = False,
     as_json: opt.Json = False,
 ) -> None:
     """Show which thresholds would have announced the collapses in FOLDER, and how often wrongly."""
     from tune_study.commands.reading import alarms as recorded_alarms
 
-    answer = recorded_alarms.score_alarms(recorded_alarms.read_studies(folders), first_test_seed)
+    answer = recorded_alarms.score_alarms(recorded_alarms.read_studies(folders), first_test_seed, others)
     if as_json:
         print_json("alarms", answer)
     else:

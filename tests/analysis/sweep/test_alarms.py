@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from analysis.data.load import load
 from analysis.stats.estimates import wilson_interval
 from analysis.sweep import alarms
+from analysis.sweep.detectors import list_variants
 from analysis.sweep.symptoms import SYMPTOMS
 from tests.analysis.sweep.test_symptoms import write_collapse
 from trainable.config.sections import EarlyStopConfig
@@ -115,6 +116,41 @@ def test_scores_count_early_and_false_alarms_and_the_chosen_rule_announces_most_
     table = make_alarms({rule: [*numbers, nan, nan, nan] for rule, numbers in steps.items()})
     assert alarms.choose_rules(table) == [rules[good].text]
     assert alarms.choose_rules(table[table["rule"] == rules[noisy].text]) == []
+
+
+def make_detections(collapsed_seeds: set[int]) -> pd.DataFrame:
+    """Alarms of two detectors' variants in runs that collapse at step 30, or not: each variant fires in other seeds."""
+    rows = []
+    variants = [variant for variant in list_variants() if variant.name in ("rlwatch entropy_collapse", "EvalStop")]
+    for number, variant in enumerate(variants):
+        for seed in range(12):
+            alarm_step = 10.0 if seed % 6 <= number % 5 else math.nan
+            rows.append((variant.text, variant.name, "run", "0", seed, seed in collapsed_seeds, 30.0, alarm_step))
+    columns = ["rule", "column", "run_id", "arm", "seed", "is_collapse", "end_step", "alarm_step"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+@pytest.mark.long
+def test_detectors_are_scored_as_published_and_tuned_without_the_test_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compare(collapsed_seeds: set[int]) -> tuple[pd.DataFrame, pd.DataFrame]:
+        monkeypatch.setattr(alarms, "find_alarms", lambda studies, rules: make_detections(collapsed_seeds))
+        table = alarms.compare_detectors([], first_test_seed=6)
+        return table[table["thresholds"] == "published"], table[table["thresholds"] == "tuned"]
+
+    published, tuned = compare({0, 1, 2, 6, 7, 8})
+    # The number of declines of EvalStop is not known, so it is only tuned.
+    assert list(published["rule"]) == ["entropy < 1, 25 in a row from the 20-th on"]
+    assert list(tuned["detector"]) == ["rlwatch entropy_collapse", "EvalStop"]
+    # The chosen variant fires in all three collapsed runs and in no other.
+    assert [(row.detected, row.false_alarms, row.lead) for row in tuned.itertuples()] == [(3, 0, 20), (3, 0, 20)]
+    assert (tuned[["collapsed", "healthy"]] == 3).to_numpy().all()
+    _, other = compare({0, 1, 2, 9, 10, 11})  # other labels of the test seeds: the same rules, other scores
+    assert list(other["rule"]) == list(tuned["rule"])
+    assert list(other["detected"]) == [0, 0]
+    _, other = compare({0, 6, 7, 8})  # other labels of the lower seeds: other rules
+    assert set(other["rule"]).isdisjoint(tuned["rule"])
+    published, _ = compare({0, 1, 2})  # collapses on one side alone: chosen and scored on all runs
+    assert list(published["collapsed"] + published["healthy"]) == [12]
 
 
 @pytest.mark.slow

@@ -60,6 +60,15 @@ PLANS: Mapping[str, Any] = {
         }
     ]
 }
+SCORE = {
+    "rule": str,
+    **dict.fromkeys(("collapsed", "detected", "healthy", "false_alarms"), int),
+    **{
+        f"{name}{end}": MAYBE_NUMBER
+        for name in ("detected_fraction", "false_fraction", "lead")
+        for end in ("", "_low", "_high")
+    },
+}
 SCHEMAS: Mapping[str, Mapping[str, Any]] = {
     "status": {
         "study": str,
@@ -100,17 +109,8 @@ SCHEMAS: Mapping[str, Mapping[str, Any]] = {
     "alarms": {
         **dict.fromkeys(("studies", "runs", "repeated_runs", "collapsed", "first_test_seed"), int),
         "scored_on_other_seeds": bool,
-        "alarms": [
-            {
-                "rule": str,
-                **dict.fromkeys(("collapsed", "detected", "healthy", "false_alarms"), int),
-                **{
-                    f"{name}{end}": MAYBE_NUMBER
-                    for name in ("detected_fraction", "false_fraction", "lead")
-                    for end in ("", "_low", "_high")
-                },
-            }
-        ],
+        "alarms": [SCORE],
+        "others": [{**dict.fromkeys(("detector", "source", "thresholds"), str), **SCORE}],
     },
     "noise-floor": {
         "arm": str,
@@ -272,10 +272,12 @@ def test_a_comparison_has_arms_settings_and_its_page(folder: Path, tmp_path: Pat
 @pytest.mark.long
 def test_alarms_have_their_scores(tmp_path: Path) -> None:
     write_collapse(tmp_path, (10, 12, 14, 9))
-    answer = read_answer(type_words("alarms", tmp_path, "--first-test-seed", "2", "--json"))
+    answer = read_answer(type_words("alarms", tmp_path, "--first-test-seed", "2", "--others", "--json"))
     assert (answer["runs"], answer["collapsed"], answer["scored_on_other_seeds"]) == (5, 4, True)
     (spread,) = [row for row in answer["alarms"] if row["rule"].startswith("reward_std")]
     assert (spread["detected"], spread["collapsed"], spread["detected_fraction"]) == (2, 2, 1.0)
+    stop_rule = next(row for row in answer["others"] if row["detector"] == "RAGEN reward_variance_collapse")
+    assert (stop_rule["thresholds"], stop_rule["collapsed"], stop_rule["detected"]) == ("published", 2, 2)
 
 
 @pytest.mark.long

@@ -12,8 +12,16 @@ from rich.console import Console
 from analysis.data.frames import CONFIG_PREFIX, StudyFrames, to_records
 from analysis.data.load import find_study_folders, load
 from analysis.data.schemas import get_family
-from analysis.sweep.alarms import MAX_FALSE_ALARMS, compare_alarms, find_distinct_ends, replay_rules, score_rules
+from analysis.sweep.alarms import (
+    MAX_FALSE_ALARMS,
+    compare_alarms,
+    compare_detectors,
+    find_distinct_ends,
+    replay_rules,
+    score_rules,
+)
 from analysis.sweep.collapse import find_run_ends
+from analysis.sweep.detectors import COUNT_FACTORS, THRESHOLD_FACTORS
 from search_spaces.catalog import STUDIES
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.sections import EarlyStopConfig
@@ -51,8 +59,11 @@ def read_studies(folders: Sequence[Path]) -> list[StudyFrames]:
     return studies
 
 
-def score_alarms(studies: Sequence[StudyFrames], first_test_seed: int) -> dict[str, Any]:
-    """Count how many runs collapsed, and score each symptom's best threshold (`compare_alarms`)."""
+def score_alarms(studies: Sequence[StudyFrames], first_test_seed: int, with_others: bool = False) -> dict[str, Any]:
+    """Count how many runs collapsed, and score each symptom's best threshold (`compare_alarms`).
+
+    others: the scores of other tools' detectors (`compare_detectors`), empty unless `with_others`.
+    """
     ends = find_distinct_ends(studies)
     num_runs = sum(map(len, ends))
     table, is_fresh = compare_alarms(studies, first_test_seed)
@@ -64,11 +75,15 @@ def score_alarms(studies: Sequence[StudyFrames], first_test_seed: int) -> dict[s
         "first_test_seed": first_test_seed,
         "scored_on_other_seeds": is_fresh,
         "alarms": to_records(table),
+        "others": to_records(compare_detectors(studies, first_test_seed)) if with_others else [],
     }
 
 
 def print_alarms(console: Console, scores: Mapping[str, Any]) -> None:
-    """Print how many runs collapsed, and each symptom's best threshold with its score, from `score_alarms`."""
+    """Print how many runs collapsed, and each symptom's best threshold with its score, from `score_alarms`.
+
+    The detectors of other tools come after them, if there are any.
+    """
     num_studies, num_repeated, first_test_seed = (
         scores[name] for name in ("studies", "repeated_runs", "first_test_seed")
     )
@@ -97,6 +112,17 @@ def print_alarms(console: Console, scores: Mapping[str, Any]) -> None:
         f"Each alarm is the best of its symptom on {runs} with {limit}, and {score}. Intervals are over runs, as if "
         "all were independent.",
     )
+    if others := scores["others"]:
+        print_line(console, "")
+        rows = [[row["detector"], row["thresholds"], *_format_score(row), row["rule"]] for row in others]
+        print_table(console, ("detector", "thresholds", *_SCORE_COLUMNS, "rule"), rows)
+        low, high = (f"{factor:g}" for factor in (min(THRESHOLD_FACTORS), max(THRESHOLD_FACTORS)))
+        print_line(
+            console,
+            "published: the numbers of the source, whose windows may be longer than a run. tuned: thresholds made "
+            f"stricter {low} to {high} times, and windows multiplied by {min(COUNT_FACTORS):g} to "
+            f"{max(COUNT_FACTORS):g}, chosen and scored as above; no row where none could be chosen.",
+        )
 
 
 def _format_score(row: Mapping[str, Any]) -> list[str]:

@@ -28,6 +28,18 @@ def test_the_table_has_the_score_on_other_seeds(output: Path) -> None:
     assert lines[-1].startswith("Each alarm is the best of its symptom on seeds below 2")
 
 
+@pytest.mark.long
+def test_the_detectors_of_others_come_below(output: Path) -> None:
+    plain, text = (type_in(f"alarms {output} --first-test-seed 2{flag}").out for flag in ("", " --others"))
+    assert text.startswith(plain + "\n")
+    lines = text.removeprefix(plain + "\n").splitlines()
+    assert lines[0].split()[:3] == ["detector", "thresholds", "announces"]
+    (line,) = [line for line in lines if line.startswith("RAGEN reward_variance_collapse") and " published " in line]
+    assert "  2 of 2  " in line
+    assert line.endswith("reward_std < 0.1 x its first 10 steps, 10 in a row")
+    assert lines[-1].startswith("published: the numbers of the source")
+
+
 @pytest.mark.slow
 def test_repeated_runs_are_left_out(output: Path, tmp_path: Path) -> None:
     write_collapse(tmp_path, (10, 12, 14, 9))
