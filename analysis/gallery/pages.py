@@ -27,6 +27,7 @@ from analysis.sweep.collapse import count_collapses
 from analysis.sweep.contrasts import compute_contrasts
 from analysis.sweep.tables import summarize_arms
 from analysis.sweep.verdicts import count_nouns, format_fraction, format_interval, format_p_value, format_signed
+from trainable.config.command_lines import format_command
 from trainable.files.paths import atomic_write
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -247,7 +248,7 @@ def make_index(findings: Sequence[Finding]) -> str:
 
 Questions that practitioners answer differently, and {runs:,} recorded runs ({seconds / 3600:.1f} hours of two cores).
 Arms, contrasts and seeds were declared before the runs; every number is computed from the recorded rows. They are about
-tiny policies in small games, and confirm nothing about larger ones. `python -m tune_study findings collapse` searches
+tiny policies in small games, and confirm nothing about larger ones. `{format_command("findings", "collapse")}` searches
 the pages.
 
 {make_table(lines)}

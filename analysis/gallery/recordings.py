@@ -20,6 +20,7 @@ from analysis.data.frames import (
 )
 from analysis.data.load import read_study
 from analysis.data.schemas import get_family, get_schemas
+from trainable.config.command_lines import format_command
 from trainable.files.json_values import format_object
 from trainable.files.paths import atomic_write
 from trainable.runs.study_record import STUDY_FILE, StudyRecord, read_record
@@ -40,10 +41,10 @@ def write_recording(frames: StudyFrames, folder: Path) -> int:
     Measures of steps have the precision of float32. Settings that all runs share are in study.json alone.
     """
     (study,) = frames.studies
-    command = f"python -m tune_study run {study.name} --preset {study.preset}"
-    game = frames.families[0].get_environment(study.settings)
-    if game != frames.families[0].get_environment(study.defaults):
-        command += f" --env {game}"
+    get_environment = frames.families[0].get_environment
+    game = get_environment(study.settings)
+    options = () if game == get_environment(study.defaults) else ("--env", game)
+    command = format_command("run", study.name, "--preset", study.preset, *options)
     # A recording tells no folder and no time of the machine that made it.
     study = replace(study, command=command, recorded=command, starts=(), looks=())
     constant_columns = {name for name in frames.trials if str(name).startswith(CONFIG_PREFIX)} - {

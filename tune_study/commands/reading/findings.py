@@ -7,13 +7,13 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.markdown import Markdown
 
-import analysis
+from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from tune_study.host.console import print_line, print_table
 from tune_study.plan.errors import PlanError
 
 PAGE_FOLDERS = (
-    Path(analysis.__file__).parents[1] / "docs" / "findings",
+    Path(__file__).parents[3] / "docs" / "findings",
     Path(sys.prefix) / "share" / "tune_study" / "findings",
 )
 """Where the pages are in a checkout, and where an installed package has them."""
@@ -60,4 +60,4 @@ def print_findings(console: Console, word: str | None) -> None:
         return
     rows = [(page.name, page.symptoms, page.verdict) for page in matches]
     print_table(console, ("page", "when you see", "verdict"), rows)
-    print_line(console, "To read a page, type its name: python -m tune_study findings " + matches[0].name)
+    print_line(console, f"To read a page, type its name: {format_command('findings', matches[0].name)}")
