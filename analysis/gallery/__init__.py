@@ -1,1 +1,1 @@
-"""The gallery: recorded studies, and a page about each with its verdict, sources and limits."""
+"""Recorded studies, and the pages about them."""

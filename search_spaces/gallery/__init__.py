@@ -1,1 +1,1 @@
-"""Studies of questions that practitioners answer differently; their recorded results are pages of docs/findings."""
+"""Studies of questions that practitioners answer differently; docs/findings has their answers."""
