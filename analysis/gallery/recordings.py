@@ -29,7 +29,7 @@ RECORDINGS = Path(__file__).with_name("recordings")
 """The folder of the recordings that ship with the package, each in a folder of its own."""
 
 _LEFT_OUT = re.compile(
-    r"seconds_|mfu_|scheduled_|peak_flops|tokens_per_second|total_|base_val_|engine_|tpo_"
+    r"seconds_|mfu_|scheduled_|peak_flops|tokens_per_second|total_"
     r"|collapse_(?!(first_turn|trajectory)_(mi_estimate|retrieval_accuracy)$)"
 )
 """Columns of steps that a recording leaves out: times, constants, and what the other columns give."""

@@ -24,7 +24,7 @@ ENDS = {"none": (0.60, 0.62, 0.58), "a-long": (0.80, 0.85, 0.78), "b-long": (0.4
 LENGTHS = {"none": 30, "a-long": 60, "b-long": 60}
 
 
-def make_frames(folder: Path) -> StudyFrames:
+def make_frames(folder: Path, *others: FakeRun) -> StudyFrames:
     runs = [
         FakeRun(
             arm,
@@ -39,7 +39,11 @@ def make_frames(folder: Path) -> StudyFrames:
     ]
     contrasts = [{"name": "a against b", "pairs": [["a-long", "b-long"]]}]
     extra = {"contrasts": contrasts, "command": f"python -m tune_study run filter --output {folder}"}
-    return load(write_study(folder, runs, FakeStudy(baseline="none", values=tuple(ENDS), total_steps=60, extra=extra)))
+    return load(
+        write_study(
+            folder, [*runs, *others], FakeStudy(baseline="none", values=tuple(ENDS), total_steps=60, extra=extra)
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +51,10 @@ def frames(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
     return make_frames(tmp_path_factory.mktemp("study"))
 
 
-def test_a_recording_gives_the_same_verdicts_and_tells_nothing_of_the_machine(
-    frames: StudyFrames, tmp_path: Path
-) -> None:
+def test_a_recording_gives_the_same_verdicts_and_tells_nothing_of_the_machine(tmp_path: Path) -> None:
+    # Beside success before training, its first validations are a collapse.
+    collapsing_run = FakeRun("none", 3, steps=30, success=(0.6, 0.05), settings={"trainer.total_training_steps": 30})
+    frames = make_frames(tmp_path / "study", collapsing_run)
     size = write_recording(frames, tmp_path / "recorded")
     recorded = read_recording(tmp_path / "recorded")
     assert size == sum(path.stat().st_size for path in (tmp_path / "recorded").iterdir())
@@ -59,6 +64,7 @@ def test_a_recording_gives_the_same_verdicts_and_tells_nothing_of_the_machine(
         np.testing.assert_allclose(arm["difference"], expected_arm["difference"], atol=1e-6)
         np.testing.assert_allclose(arm["high"], expected_arm["high"], atol=1e-6)
     assert summary["runs"] == expected["runs"]
+    assert [run["collapsed"] for run in summary["runs"]].count(True) == 1
     assert recorded.studies[0].command == "python -m tune_study run kl --preset laptop"
     for path in (tmp_path / "recorded").iterdir():
         assert str(frames.folders[0].parents[1]).encode() not in path.read_bytes()
