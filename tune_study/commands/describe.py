@@ -92,6 +92,7 @@ def summarize_plan(study: PreparedStudy) -> dict[str, Any]:
     lines = [
         *_describe_runs(plan, resource_plan),
         *_describe_search(plan),
+        *_describe_fork(plan),
         *_describe_game(plan),
         *_describe_commands(commands),
         *plan.study.family.describe(plan.base_config),
@@ -163,11 +164,13 @@ def print_plan(console: Console, plan: StudyPlan, summary: Mapping[str, Any]) ->
     """Print the plan of a study. summary: from `summarize_plan`."""
     for line in summary["lines"]:
         print_line(console, line)
-    if plan.search is not None:
+    if plan.search is not None or plan.forks is not None:
         # A point has no value for a setting whose condition it does not meet.
         settings = list(dict.fromkeys(name for point in plan.points.values() for name in point))
         points = [[arm, *(str(point.get(name, "")) for name in settings)] for arm, point in plan.points.items()]
-        print_table(console, ("point", *(name.rpartition(".")[2] for name in settings)), points)
+        print_table(
+            console, ("point" if plan.search else "arm", *(name.rpartition(".")[2] for name in settings)), points
+        )
     rows = [[str(cell) for cell in run.values()] for run in summary["runs"]]
     print_table(console, ("run", "arm", "seed", "steps", "log", "checkpoints"), rows, ("checkpoints", "log", "run"))
 
@@ -187,6 +190,30 @@ def _describe_search(plan: StudyPlan) -> Iterator[str]:
         yield (
             f"Then the best point is compared with the default on {search.confirm_seeds} fresh seeds: "
             f"{2 * search.confirm_seeds} more runs"
+        )
+
+
+def _describe_fork(plan: StudyPlan) -> Iterator[str]:
+    """Describe what the runs of a fork continue; yield nothing for other studies."""
+    forks = plan.forks
+    if forks is None:
+        return
+    from analysis.data.summaries import LATE_EVALUATIONS  # imports pandas
+
+    parent = find_record(StudyRecord, plan.folder.with_name(forks.folder))
+    others = [] if parent is None else [entry.seed for entry in parent.runs if entry.arm == forks.arm]
+    left_out = ", ".join(str(seed) for seed in others if seed not in plan.seeds)
+    steps = sorted({*forks.steps.values()})
+    exception = f"; seed {left_out} of it is left out" if left_out else ""
+    yield (
+        f"Fork: arm {format_value(forks.arm)} of {format_value(forks.folder)} is continued from step "
+        f"{', '.join(map(str, steps))}, with its rows up to there{exception}"
+    )
+    trainer = plan.base_config.trainer
+    if trainer.test_freq > 0 and trainer.total_training_steps - steps[-1] < LATE_EVALUATIONS * trainer.test_freq:
+        yield (
+            f"Remark: the outcome is the mean of the last {LATE_EVALUATIONS} validations, and some of them are before "
+            f"step {steps[-1]}, so they are equal in all arms: type --steps for longer runs."
         )
 
 

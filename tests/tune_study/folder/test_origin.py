@@ -140,7 +140,8 @@ def test_every_text_of_a_configuration_is_in_the_table() -> None:
 def test_every_text_of_a_record_is_in_the_table(tmp_path: Path) -> None:
     names = [name for name in list_record_texts(StudyRecord) if not name.startswith("settings.")]
     assert sorted(set(names)) == sorted(" ".join(STUDY_TEXTS.values()).split())
-    run_names = asdict(make_run_entry(write_started_study(tmp_path).runs[0]))
+    plan = write_started_study(tmp_path)
+    run_names = asdict(make_run_entry(plan, plan.runs[0]))
     assert sorted(run_names) == sorted(" ".join(RUN_TEXTS.values()).split())
 
 
