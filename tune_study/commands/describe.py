@@ -324,7 +324,7 @@ def read_status(folder: Path, location: str, study: StudyRecord, is_running: boo
             problems.append((entry.arm, describe_missing_signal(step_rows)))
         # Rows are read from disk and may be damaged, so values that are not finite numbers are skipped.
         values = (parse_finite(row.get(family.primary_metric)) for row in reversed(step_rows))
-        collapse_step = history.find_collapse() if family.has_symptoms else math.inf
+        collapse_step = history.find_collapse(study.get_fork_step(entry.arm)) if family.has_symptoms else math.inf
         phase = read_phase(run_dir, step + 1) if status.status == "running" else ""
         runs.append(
             {
