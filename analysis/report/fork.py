@@ -94,9 +94,9 @@ FORK: Section[SweepResults] = Section(
     tables=_make_tables,
     explanation="All arms begin with the rows and the state of the same runs, and draw the same random numbers after "
     "that, so they differ only by the remedy. A remedy is compared with the runs that continued as before from the "
-    "same step, and is in time until the last of the first steps from which it ended better. A collapse before the step of "
-    "an arm is that of the forked run and does not count: a run that had collapsed collapses again only from the "
-    "success that it reaches after this step.",
+    "same step, and is in time until the last of the first steps from which it ended better. A collapse before the "
+    "step of an arm is that of the forked run and does not count: a run that had collapsed collapses again only from "
+    "the success that it reaches after this step.",
     when=lambda results: results.study.forks is not None,
     concludes=True,
 )
