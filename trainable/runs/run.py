@@ -194,9 +194,11 @@ class Run:
         """Write the rows of `parent` up to `step`, and the lines that they vouch for, as the first ones of this run.
 
         parent: a run whose checkpoint after `step` was loaded. If a process dies before this run has a checkpoint of
-        its own, the next one calls this again: earlier lines of this run no longer count then.
+        its own, the next one calls this again, and the lines so far no longer count.
         """
-        self.drop_rows_after(0)
+        for name, end in self._ends.items():
+            if end.line_count:
+                self._extend_file(name, abandon_lines, LineEnd())
         ends = parent._lines.get_ends(parent._checkpoint_ends[step])
         records = {name: Lines(parent._lines.files[name].lines[: end.line_count]).records for name, end in ends.items()}
         lines: LinesByFile = {name: records[name] for name in LINE_FILES if name != METRICS_FILE}
