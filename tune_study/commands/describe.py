@@ -206,14 +206,14 @@ def _describe_fork(plan: StudyPlan) -> Iterator[str]:
     steps = sorted({*forks.steps.values()})
     exception = f"; seed {left_out} of it is left out" if left_out else ""
     yield (
-        f"Fork: arm {format_value(forks.arm)} of {format_value(forks.folder)} is continued from step "
-        f"{', '.join(map(str, steps))}, with its rows up to there{exception}"
+        f"Fork: arm {format_value(forks.arm)} of {format_value(forks.folder)} is continued from "
+        f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}, with its rows up to there{exception}"
     )
     trainer = plan.base_config.trainer
     if trainer.test_freq > 0 and trainer.total_training_steps - steps[-1] < LATE_EVALUATIONS * trainer.test_freq:
         yield (
-            f"Remark: the outcome is the mean of the last {LATE_EVALUATIONS} validations, and some of them are before "
-            f"step {steps[-1]}, so they are equal in all arms: type --steps for longer runs."
+            f"Remark: the outcome is the mean of the last {LATE_EVALUATIONS} validations, and some of them are not "
+            f"after step {steps[-1]}, so they are equal in all arms: type --steps for longer runs."
         )
 
 

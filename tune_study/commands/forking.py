@@ -76,8 +76,11 @@ def plan_fork(
     points |= new_points
     states = _find_states(plan, arm)
     chosen = seeds or earlier_seeds or [seed for seed, kept_steps in states.items() if {*steps} <= {*kept_steps}]
-    if not chosen or {*chosen} - {*states}:
-        raise PlanError(_describe_states(plan, arm, states, f"step {', '.join(map(str, steps))}"))
+    unknown_seeds = sorted({*chosen} - {*states})
+    if not chosen or unknown_seeds:
+        wanted = f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
+        wanted += f" of seed {unknown_seeds[0]}" if unknown_seeds else ""
+        raise PlanError(_describe_states(plan, arm, states, wanted))
     all_seeds = sorted({*chosen, *earlier_seeds})
     parents = tuple(make_run_entry(plan, spec) for spec in plan.runs if spec.arm == arm and spec.seed in all_seeds)
     forks = ForkedStudy(plan.run, plan.folder.name, arm, parents, arm_steps)
