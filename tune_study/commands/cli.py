@@ -265,7 +265,7 @@ def confirm(
     _run_beside(plan, "confirm", launch, dry_run, as_json)
 
 
-@command(FOLLOW, "fork", "out/results/kl_sweep_sokoban-tiny --arm 0 --from-step 20,40 --remedy actor.lr=1e-5")
+@command(FOLLOW, "fork", "results/kl_sweep_sokoban-tiny --arm 0 --from-step 20,40 --remedy actor.lr=1e-5")
 def fork(
     run: opt.RunLocation,
     arm: Annotated[str, option("A", "The arm whose runs are continued.")],
