@@ -202,9 +202,9 @@ def _describe_fork(plan: StudyPlan) -> Iterator[str]:
 
     parent = find_record(StudyRecord, plan.folder.with_name(forks.folder))
     others = [] if parent is None else [entry.seed for entry in parent.runs if entry.arm == forks.arm]
-    left_out = ", ".join(str(seed) for seed in others if seed not in plan.seeds)
+    left_out = [str(seed) for seed in others if seed not in plan.seeds]
     steps = sorted({*forks.steps.values()})
-    exception = f"; seed {left_out} of it is left out" if left_out else ""
+    exception = f"; without its seed{'s' * (len(left_out) > 1)} {', '.join(left_out)}" if left_out else ""
     yield (
         f"Fork: arm {format_value(forks.arm)} of {format_value(forks.folder)} is continued from "
         f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}, with its rows up to there{exception}"

@@ -90,7 +90,7 @@ def plan_fork(
     fork = merge_with_folder(replace(fork, source=plan.source, forks=forks, points=points), extend)
     for spec in fork.runs:
         step = arm_steps[spec.arm]
-        # A run with rows has a state of its own.
+        # A run that has begun has a state of its own.
         if step not in states[spec.seed] and not (fork.get_run_dir(spec.run_id) / METRICS_FILE).exists():
             raise PlanError(_describe_states(plan, arm, states, f"step {step} of seed {spec.seed}"))
     return fork

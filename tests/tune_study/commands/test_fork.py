@@ -1,5 +1,6 @@
 """Tests of the plan of the command `fork`: arms that continue kept states of one arm of another study."""
 
+import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -143,7 +144,10 @@ def test_only_seeds_with_a_state_after_every_step_are_continued(study: StudyPlan
     out = get_output(
         shlex.join(["fork", str(study.folder), "--arm", "0", "--from-step", "6", "--remedy", RATE, "--dry-run"])
     )
-    assert "Fork: arm 0 of kl_sweep_sokoban-tiny is continued from step 6, with its rows up to there; seed 2" in out
+    assert (
+        "Fork: arm 0 of kl_sweep_sokoban-tiny is continued from step 6, with its rows up to there; without its seed 2"
+        in out
+    )
     assert "Remark: the outcome is the mean of the last 4 validations" in out
 
 
@@ -273,6 +277,8 @@ def test_a_dry_run_writes_nothing_and_the_resume_of_a_fork_is_planned(study: Stu
     words = ["fork", str(study.folder), "--arm", "0", "--from-step", "2,4", "--remedy", KL, "--dry-run"]
     out = get_output(shlex.join(words))
     assert "12 runs: fork in as-before-from-2,kl-from-2,as-before-from-4,kl-from-4; seeds 0,1,2" in out
+    (summary,) = json.loads(get_output(shlex.join([*words, "--json"])))["plans"]
+    assert (summary["results"], summary["seeds"]) == (f"{study.folder}-fork-0", [0, 1, 2])
     assert read_files(work_dir) == before
     assert_refused(shlex.join(words[:4]), "Missing option '--from-step'")
     outputs.write_study(fork(study, remedies=[KL]))
