@@ -48,6 +48,8 @@ SLOW_PREFIXES = (
     "python -m tune_study run kl --preset laptop --kl-values 0 --seeds 1 --steps 3 --output parts",
     # test_confirmation.py plans one, test_search_run.py runs one, and reading/test_compare.py compares studies.
     "python -m tune_study confirm out/",
+    # commands/test_fork.py plans one, and studies/test_fork_run.py runs one.
+    "python -m tune_study fork out/",
     "python -m tune_study compare out/",
     # tests/sandboxes/trees/test_runs.py trains on trees, and reading/test_transcripts.py reads such episodes.
     "python -m tune_study run tree-grpo --preset laptop --smoke",
@@ -118,7 +120,7 @@ def run_command(command: str, is_active: bool, folder: Path) -> subprocess.Compl
     assert words[0] == "python", f"the documents show a command that no test knows how to run: {command}"
     if words[1].startswith(("benchmarks/", "examples/")):
         words[1] = str(ROOT / words[1])
-    starts_ray = words[3:4] in (["run"], ["resume"], ["confirm"], ["doctor"]) and "--dry-run" not in words
+    starts_ray = words[3:4] in (["run"], ["resume"], ["confirm"], ["fork"], ["doctor"]) and "--dry-run" not in words
     if is_active and words[:3] == ["python", "-m", "tune_study"] and not starts_ray:
         return run_python(words[1:], folder, variables)
     return subprocess.run(["bash", "-c", shlex.join(words)], cwd=folder, capture_output=True, text=True, env=variables)

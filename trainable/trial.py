@@ -84,7 +84,8 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         stop_rules: names of the rules that the run applies before it writes a row, so that this row includes the final
             evaluation. Without them, a Stopper may end the trial (`tune_study.rules`).
         code: the texts of the files of plug-ins that the settings name, by file name.
-        runs: run_id and seed of each run, and run_dir and checkpoint_dir if they are not in the trial's folder.
+        runs: run_id and seed of each run, and run_dir and checkpoint_dir if they are not in the trial's folder; and
+            `parent` if it continues another run (see `TrainingLoop`).
         interrupts: paths of files. Once one of them exists, training stops after the current step.
         storage: URI of a folder to which checkpoints are uploaded while the run goes on, those of `trainer.save_freq`
             too, and from which a run of the same name continues, on any node and in another experiment, too. Without

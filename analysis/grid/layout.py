@@ -120,7 +120,8 @@ def find_grid(frames: StudyFrames) -> Grid | None:
     configuration, with its first setting as y. A dose that the study declares is always x.
     """
     trials = require_single_study(frames).trials
-    if trials.empty or trials["axis_value"].notna().any():
+    # In a fork, arms with the same settings differ in the step from which they continue.
+    if trials.empty or trials["axis_value"].notna().any() or frames.studies[0].forks is not None:
         return None
     values = select_settings(trials)
     factor_values: dict[str, tuple[Any, ...]] = {}

@@ -69,10 +69,10 @@ class StudyResults:
 
 
 def list_remarks(frames: StudyFrames) -> list[str]:
-    """List what a reader must know before any number: that a study is recorded, a confirmation, or short."""
+    """List what a reader must know before any number: that a study is recorded, a confirmation, a fork, or short."""
     study = frames.studies[0]
     recorded = "This recorded study comes with tune_study: nothing was trained on this machine."
-    remarks = findings.describe_confirmation(study), findings.describe_short_runs(study)
+    remarks = findings.describe_confirmation(study), findings.describe_fork(study), findings.describe_short_runs(study)
     return [*filter(None, [recorded if study.recorded else "", *remarks])]
 
 

@@ -20,6 +20,7 @@ from analysis.data.schemas import Row
 from analysis.grid import layout
 from analysis.report import common
 from analysis.report.common import format_p
+from analysis.report.fork import FORK
 from analysis.report.gradients import GRADIENTS
 from analysis.report.grid import EDGE, FACTORS, GRID_SECTIONS, describe_factors
 from analysis.report.pages import list_consistency
@@ -648,7 +649,7 @@ def _make_heading(results: SweepResults) -> Heading:
     )
 
 
-_RESULTS = (VERDICTS, SEARCH, COLLAPSE, FACTORS, DOSE_RESPONSE, LEARNING_CURVES, EDGE, *GRID_SECTIONS)
+_RESULTS = (VERDICTS, SEARCH, FORK, COLLAPSE, FACTORS, DOSE_RESPONSE, LEARNING_CURVES, EDGE, *GRID_SECTIONS)
 _DETAILS = (common.CONTRASTS, ORDER, CAVEATS, LEARNING, TIME, SECONDARY, STOPS, RETRIEVAL, GRADIENTS)
 _RECORDS = (EXAMPLES, BUDGETS, CONSISTENCY, RUNS, REPRODUCTION)
 SWEEP_REPORT: Report[SweepResults] = Report(

@@ -61,7 +61,8 @@ def find_run_ends(frames: StudyFrames) -> pd.DataFrame:
         signal_problem = describe_missing_signal(signals.get(run["run_id"], ()))
         end = {"end_step": run["steps_done"], "is_collapse": False, "cause": "", "signal_problem": signal_problem}
         columns = (run_validations[name] for name in ("step", "value", "episodes"))
-        step = math.inf if signal_problem else find_collapse(zip(*columns, strict=True), stop_step)
+        fork_step = frames.studies[0].get_fork_step(run["arm"])
+        step = math.inf if signal_problem else find_collapse(zip(*columns, strict=True), stop_step, fork_step)
         if step < math.inf:
             cause = (run["stop_rule"] or "a rule") if stop_step == step else HALVED_SUCCESS
             end |= {"end_step": step, "is_collapse": True, "cause": cause}

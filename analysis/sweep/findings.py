@@ -81,7 +81,7 @@ def group_arms(rows: pd.DataFrame, verdicts: "pd.Series[str]", labels: Mapping[s
     rows: with arm and margin. labels: text by verdict, in order, in which {margin} is replaced.
     """
     margin = format_number(float(rows["margin"].iloc[0]))
-    return _join_words(
+    return join_words(
         [
             f"{label.format(margin=margin)} {_format_arms(arms)}"
             for verdict, label in labels.items()
@@ -131,10 +131,11 @@ def _format_steps(steps: Sequence[float], seeds: Sequence[int] = ()) -> str:
         return f"at steps {texts[0]} to {texts[-1]}" if texts[0] != texts[-1] else f"at step {texts[0]}"
     plural = "s" if len(texts) > 1 else ""
     names = f" (seed{plural} {', '.join(map(str, seeds))})" if seeds else ""
-    return f"at step{plural} {_join_words(texts)}{names}"
+    return f"at step{plural} {join_words(texts)}{names}"
 
 
-def _join_words(texts: list[str]) -> str:
+def join_words(texts: Sequence[str]) -> str:
+    """Join words as a list in a sentence: `a, b and c`."""
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
 
 
@@ -482,6 +483,16 @@ def describe_confirmation(study: StudyRecord) -> str:
         f"Confirmation of {join_arms(arms)} against {study.baseline} in {confirms.run}, with seeds "
         f"{format_seeds(study.seeds)}. The arm was chosen by seeds {format_seeds(confirms.seeds)} of that study, not "
         "by the runs below."
+    )
+
+
+def describe_fork(study: StudyRecord) -> str:
+    """Which runs a fork continues, as a sentence; empty for other studies."""
+    if not (forks := study.forks):
+        return ""
+    return (
+        f"Fork of arm {forks.arm} of {forks.run}, seeds {format_seeds(study.seeds)}: the rows up to the step in the "
+        "name of an arm are those of that study."
     )
 
 

@@ -72,7 +72,9 @@ def make_grid_axis(factors: Mapping[str, Sequence[str]]) -> Axis:
         'lr1e-4-ppo_epochs4'
     """
     points = (dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values()))
-    return make_arms_axis(" x ".join(factors), {_name_point(point): point for point in points}, factors=tuple(factors))
+    return make_arms_axis(
+        " x ".join(factors), {name_grid_point(point): point for point in points}, factors=tuple(factors)
+    )
 
 
 def make_grid_contrasts(factors: Mapping[str, Sequence[str]]) -> Contrasts:
@@ -86,7 +88,7 @@ def make_grid_contrasts(factors: Mapping[str, Sequence[str]]) -> Contrasts:
     """
     return {
         f"{_shorten_key(key)} {value} against {values[0]}": tuple(
-            (_name_point({**point, key: value}), _name_point({**point, key: values[0]}))
+            (name_grid_point({**point, key: value}), name_grid_point({**point, key: values[0]}))
             for point in _list_points(factors, key)
         )
         for key, values in factors.items()
@@ -111,12 +113,12 @@ def make_grid_interactions(factors: Mapping[str, Sequence[str]]) -> Contrasts:
             for point in _list_points(factors, key, other)
             for pair in (
                 (
-                    _name_point({**point, key: value, other: other_value}),
-                    _name_point({**point, key: factors[key][0], other: other_value}),
+                    name_grid_point({**point, key: value, other: other_value}),
+                    name_grid_point({**point, key: factors[key][0], other: other_value}),
                 ),
                 (
-                    _name_point({**point, key: factors[key][0], other: factors[other][0]}),
-                    _name_point({**point, key: value, other: factors[other][0]}),
+                    name_grid_point({**point, key: factors[key][0], other: factors[other][0]}),
+                    name_grid_point({**point, key: value, other: factors[other][0]}),
                 ),
             )
         )
@@ -130,8 +132,8 @@ def _shorten_key(key: str) -> str:
     return key.rsplit(".", 1)[-1]
 
 
-def _name_point(point: Mapping[str, str]) -> str:
-    """Name the arm at a point of a grid."""
+def name_grid_point(point: Mapping[str, str]) -> str:
+    """Name the arm at a point of a grid after its values, such as `lr1e-4-ppo_epochs4`."""
     return "-".join(f"{_shorten_key(key)}{shorten_schedule(shorten_part_name(value))}" for key, value in point.items())
 
 

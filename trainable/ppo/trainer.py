@@ -23,6 +23,7 @@ from trainable.backend.world import SINGLE_PROCESS, World, compute_local_range, 
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import AlgorithmConfig
 from trainable.config.seeds import PURPOSES, make_rng
+from trainable.config.setting_types import flatten_settings
 from trainable.envs.environment import Level
 from trainable.envs.games.make import make_level_source
 from trainable.envs.level_sets import make_run_levels
@@ -752,8 +753,19 @@ class PPOTrainer:
             synced_step = int(values.get("synced_step", step))  # older states lack it
             seconds, coef = float(values["seconds_total"]), float(values["kl_coef"])
             reference_step = int(values.get("reference_step", 0))
-            # A state of a run with another value of the setting has no coefficient.
-            saved_coefficients = values.get("coefficients", {})
+            # A coefficient that a controller has adapted belongs to the controller: a state of a run with another value
+            # of the setting has none for this run.
+            settings = flatten_settings(self.run_config.model_dump(mode="json"))
+            changed = {
+                name
+                for name, value in flatten_settings(values.get("settings", {})).items()
+                if name in settings and settings[name] != value
+            }
+            if any(name.startswith("algorithm.kl_ctrl.") for name in changed):
+                coef = self.kl_coef
+            saved_coefficients = {
+                name: pair for name, pair in values.get("coefficients", {}).items() if name not in changed
+            }
             coefficients = {
                 name: (float(coef), float(value))
                 for name, (coef, value) in (self.coefficients | saved_coefficients).items()

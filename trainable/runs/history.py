@@ -79,7 +79,7 @@ class RunHistory(NamedTuple):
             status = replace(status, reason=NOT_STARTED)
         return cls(rows, lines, notes, status)
 
-    def find_collapse(self) -> float:
+    def find_collapse(self, fork_step: int = 0) -> float:
         """Find the step at which the run collapsed (see `find_collapse`); infinity if it has not."""
         rows, status = self.rows, self.status
         if describe_missing_signal(rows):
@@ -94,7 +94,7 @@ class RunHistory(NamedTuple):
         validations = (
             (step, value, episodes.get(step) or math.nan) for step, value in values.items() if value is not None
         )
-        return find_collapse(validations, stop_step)
+        return find_collapse(validations, stop_step, fork_step)
 
 
 def _get_validation_step(line: Row) -> int | None:
@@ -103,11 +103,15 @@ def _get_validation_step(line: Row) -> int | None:
     return line["step"] if is_sampled and isinstance(line.get("success"), str) else None
 
 
-def find_collapse(validations: Iterable[tuple[float, float, float]], stop_step: float = math.inf) -> float:
+def find_collapse(
+    validations: Iterable[tuple[float, float, float]], stop_step: float = math.inf, fork_step: float = 0
+) -> float:
     """Find the step at which a run collapsed; infinity if it has not.
 
     validations: step, success and number of episodes of each, in order; NaN episodes are unknown, as in imported logs.
-    stop_step: where a rule stopped the run as a failure, which is a collapse unless there was one before.
+    stop_step: where a rule stopped the run as a failure, which is a collapse unless there was one before. fork_step: up
+    to which step the rows of a fork are those of another run. If that had collapsed by then, only what this run reaches
+    from there can collapse.
 
     Collapse: the success is below half of its running maximum m at two validations in a row; the second is returned. It
     must also be more than 2 standard errors of a difference, sqrt(2 m (1 - m) / episodes), below m: a policy that
@@ -135,6 +139,9 @@ def find_collapse(validations: Iterable[tuple[float, float, float]], stop_step: 
             noise = math.sqrt(max(0.0, 2 * maximum * (1 - maximum) / episodes))
         # A maximum of 0 or less, as of a loss with its sign changed, has no half.
         is_below = maximum > 0 and success < maximum / 2 and maximum - success > 2 * noise
+        if is_below and was_below and step <= fork_step:
+            later_validations = [validation for validation in known_validations if validation[0] >= fork_step]
+            return find_collapse(later_validations, stop_step)
         if is_below and was_below:
             return min(float(step), stop_step)
         was_below = is_below

@@ -31,6 +31,7 @@ from trainable.runs.run_files import (
     copy_run_files,
     find_best_step,
     parse_end,
+    select_rows,
 )
 
 T = TypeVar("T")
@@ -95,12 +96,12 @@ class Run:
         self._checkpoint_ends: dict[int, LineEnd] = {}  # where METRICS_FILE ended at each loaded checkpoint
         self._write = write
         self._lock: BinaryIO | None = None
-        run_dir.mkdir(parents=True, exist_ok=True)
 
     # ------------------------------------------------------------------ lock
 
     def lock(self) -> None:
         """Lock the run against other processes. Raise RunLockedError if one still has the lock after LOCK_TIMEOUT_S."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
         self._lock = acquire_lock(self.run_dir, LOCK_TIMEOUT_S)
 
     def unlock(self) -> None:
@@ -188,6 +189,23 @@ class Run:
                 if end.line_count:
                     self._extend_file(name, abandon_lines, ends[name])
         self.rows = [row for row in self.rows if row["step"] < step + self.settings.first_row_step]
+
+    def begin_with(self, parent: "Run", step: int) -> None:
+        """Write the rows of `parent` up to `step`, and the lines that they vouch for, as the first ones of this run.
+
+        parent: a run whose checkpoint after `step` was loaded. If a process dies before this run has a checkpoint of
+        its own, the next one calls this again, and the lines so far no longer count.
+        """
+        for name, end in self._ends.items():
+            if end.line_count:
+                self._extend_file(name, abandon_lines, LineEnd())
+        ends = parent._lines.get_ends(parent._checkpoint_ends[step])
+        records = {name: Lines(parent._lines.files[name].lines[: end.line_count]).records for name, end in ends.items()}
+        lines: LinesByFile = {name: records[name] for name in LINE_FILES if name != METRICS_FILE}
+        for row in select_rows(records[METRICS_FILE]):
+            self.append_row({**row, **self.identity}, lines)
+            lines = {}
+        self.load_rows()
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -230,6 +230,41 @@ class ConfirmedStudy:
     """The seeds that the study had used when the confirmation began. None of them is used again."""
 
 
+AS_BEFORE = "as-before"
+"""The name of the arms of a fork that continue with the same settings."""
+
+
+def name_fork_arm(remedy: str, step: int) -> str:
+    """Name the arm of a fork that continues with a remedy, or `AS_BEFORE`, after `step`."""
+    return f"{remedy}-from-{step}"
+
+
+def _check_parents(entries: tuple[RunEntry, ...]) -> tuple[RunEntry, ...]:
+    """Return `entries`. Raise ValueError if checkpoints of a run are not below the folder of its study."""
+    for entry in entries:
+        if not all(map(is_run_id, entry.checkpoints.split("/"))):
+            raise ValueError(f"{format_value(entry.checkpoints)} is no path below a folder")
+    return entries
+
+
+@dataclass(frozen=True, config=_STRICT)
+class ForkedStudy:
+    """The study whose runs of one arm a fork continues, and from which steps."""
+
+    run: Text
+    folder: RunId
+    """The name of its folder, which is beside that of the fork."""
+    arm: Text
+    parents: Annotated[tuple[RunEntry, ...], Field(max_length=MAX_RUNS), AfterValidator(_check_parents)]
+    """Its runs of this arm, one per seed of the fork."""
+    steps: Annotated[dict[Text, Positive], Field(max_length=MAX_RUNS)]
+    """By arm of the fork, the step after which it continues."""
+
+    def get_remedy(self, arm: str) -> str:
+        """Return the name of the remedy of an arm of the fork, or `AS_BEFORE`."""
+        return arm.removesuffix(name_fork_arm("", self.steps[arm]))
+
+
 @dataclass(frozen=True, config=_STRICT)
 class Dimension:
     """A setting that a search varies: over an interval, or over a few values.
@@ -352,9 +387,10 @@ class StudyRecord:
     stop_rules: tuple[Text, ...] = ()
     storage: Text | None = None
     confirms: ConfirmedStudy | None = None
+    forks: ForkedStudy | None = None
     search: Search | None = None
     points: Annotated[dict[Text, dict[Text, Text]], Field(max_length=MAX_RUNS)] = Field(default_factory=dict)
-    """The points of a search: values as texts, by arm and setting."""
+    """The points of a search, or the arms of a fork: values as texts, by arm and setting."""
     declaration: SourceFile | None = None
     earlier_declarations: Annotated[tuple[SourceFile, ...], Field(max_length=1000)] = ()
     code: tuple[SourceFile, ...] = ()
@@ -372,6 +408,10 @@ class StudyRecord:
     def total_steps(self) -> int | None:
         """The planned training steps of a run. Arms may override them."""
         return find_total_steps(self.settings)
+
+    def get_fork_step(self, arm: str) -> int:
+        """Return the step after which the runs of an arm begin to differ from those that they fork; 0 if from none."""
+        return 0 if self.forks is None else self.forks.steps.get(arm, 0)
 
 
 _ADVICE = (

@@ -103,7 +103,9 @@ class StepReport:
 class TrainingLoop:
     """Trains the runs of a trial, starting from their newest common checkpoint.
 
-    settings: the settings of all runs, except the seed. runs: run_id, seed, run_dir and checkpoint_dir of each run.
+    settings: the settings of all runs, except the seed. runs: run_id, seed, run_dir and checkpoint_dir of each run. A
+        run may have a `parent`: run_dir and checkpoint_dir of another run with its seed, and the step after which it
+        continues that run, possibly with other settings.
     options: a mapping with these optional keys.
         study, arm: names, for the rows.
         stop_rules: names of the rules that the runs apply.
@@ -112,8 +114,8 @@ class TrainingLoop:
         may be from runs with other settings.
     read_clock: returns the time in seconds, to decide when a rolling checkpoint is due.
 
-    Raises RunLockedError if another process trains one of the runs, and CheckpointError if runs that must continue have
-    no usable checkpoint.
+    Raises RunLockedError if another process trains one of the runs, and CheckpointError if runs that must continue, or
+    their parents, have no usable checkpoint.
     """
 
     def __init__(
@@ -137,14 +139,20 @@ class TrainingLoop:
         self.notes: list[str] = []
         self.trainer: Trainer | None = None
         identity = {"study": options.get("study", ""), "arm": options.get("arm", "")}
-        self.runs = {int(run_entry["seed"]): self._make_run(run_entry, identity) for run_entry in runs}
+        entries = {int(run_entry["seed"]): run_entry for run_entry in runs}
+        self.runs = {seed: self._make_run(run_entry, identity) for seed, run_entry in entries.items()}
+        self._parents = {
+            seed: (self._make_run({**entry, **entry["parent"]}, identity, is_parent=True), int(entry["parent"]["step"]))
+            for seed, entry in entries.items()
+            if "parent" in entry
+        }
         try:
             self._start_runs()
         except BaseException:
             self.close()  # otherwise, locks and the trainer's engine would outlive this object
             raise
 
-    def _make_run(self, run_entry: Mapping[str, Any], identity: Mapping[str, Any]) -> Run:
+    def _make_run(self, run_entry: Mapping[str, Any], identity: Mapping[str, Any], is_parent: bool = False) -> Run:
         settings = apply_overrides(self.settings, {"seed": run_entry["seed"]})
         return Run(
             run_entry["run_id"],
@@ -157,7 +165,7 @@ class TrainingLoop:
                 operation, self.settings.trainer.disk_patience, self.notes.append, self._is_interrupted
             ),
             best_column=self.family.best_column,
-            allows_other_settings=self._allows_other_settings,
+            allows_other_settings=self._allows_other_settings or is_parent,
         )
 
     def _start_runs(self) -> None:
@@ -192,6 +200,8 @@ class TrainingLoop:
                 continue  # `load_checkpoint` has added the reason to the notes
             except ValueError as error:  # `load_states`: a state does not fit, and the trainer is unchanged
                 self.notes.append(f"the checkpoints after step {step} are not used: {error}")
+        if self._parents and not trainer.step_index:
+            self._begin_after_parents(trainer, runs)
         if self._must_continue and not trainer.step_index:
             raise CheckpointError(f"The checkpoint cannot be continued: {'; '.join(self.notes) or 'it has no state'}.")
         if self.notes or trainer.step_index:
@@ -210,6 +220,23 @@ class TrainingLoop:
             run.drop_rows_after(trainer.step_index)
         # All runs may be over, if an earlier process died after their final rows but before the driver recorded this.
         self.is_over = all(run.is_over for run in runs)
+
+    def _begin_after_parents(self, trainer: Trainer, runs: Sequence[Run]) -> None:
+        """Begin runs with the rows and the states of their parents.
+
+        The state is written last, so a run without one begins again, also after a process died here.
+        """
+        states = []
+        for parent, step in (self._parents[run.seed] for run in runs):
+            parent.load_rows()
+            try:
+                states.append(parent.load_checkpoint(step, self.notes.append))
+            except CheckpointError as error:
+                raise CheckpointError(f"The run that this one continues cannot be used: {error}") from None
+        trainer.load_states(states)  # before anything is written: a ValueError says that a state does not fit
+        for run in runs:
+            run.begin_with(*self._parents[run.seed])
+            run.prepare_checkpoint(trainer.get_state(run.seed), is_rolling=True, is_permanent=False)()
 
     def close(self) -> None:
         """Close the trainer, and allow other processes to train the runs."""

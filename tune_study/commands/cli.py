@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer import Option
@@ -26,7 +26,7 @@ from trainable.config.setting_types import format_value
 from trainable.files.paths import UnsafePathError
 from trainable.runs.run_files import is_locked
 from tune_study.commands import arguments as opt
-from tune_study.commands import cleaning, describe, searching
+from tune_study.commands import cleaning, describe, forking, searching
 from tune_study.commands.arguments import (
     Command,
     StrictCommand,
@@ -262,13 +262,48 @@ def confirm(
     """Run one arm of RUN and the baseline again, with seeds that RUN never used: that number is the result."""
     own_study = typed_again.load()
     plan = searching.plan_confirmation(run, arm, baseline, seeds, own_study, extend, typed_again.allowed)
+    _run_beside(plan, "confirm", launch, dry_run, as_json)
+
+
+@command(FOLLOW, "fork", "results/kl_sweep_sokoban-tiny --arm 0 --from-step 20,40 --remedy actor.lr=1e-5")
+def fork(
+    run: opt.RunLocation,
+    arm: Annotated[str, option("A", "The arm whose runs are continued.")],
+    from_step: Annotated[str, option("LIST", "Steps after which a state was kept (trainer.save_freq), such as 20,40.")],
+    remedy: Annotated[
+        list[str],
+        option(
+            "TEXT", "What to change from there: KEY=VALUE, or 'NAME: KEY=VALUE KEY=VALUE'; repeatable, an arm each."
+        ),
+    ],
+    seed: Annotated[
+        list[int] | None, option("S", "A seed of the arm; repeatable. Default: all with a state after every step.")
+    ] = None,
+    steps: Annotated[int | None, option("N", "Last training step; default: that of RUN.")] = None,
+    extend: opt.Extend = False,
+    dry_run: opt.DryRun = False,
+    as_json: opt.Json = False,
+    *,
+    typed_again: TypedAgain,
+    launch: LaunchRequest,
+) -> None:
+    """Continue the runs of an arm of RUN from kept states, as before and with remedies: until when is one in time?"""
+    own_study = typed_again.load()
+    plan = forking.plan_fork(
+        run, arm, from_step, remedy, seed, steps, own_study, extend=extend, allowed=typed_again.allowed
+    )
+    _run_beside(plan, "fork", launch, dry_run, as_json)
+
+
+def _run_beside(plan: StudyPlan, name: str, launch: LaunchRequest, dry_run: bool, as_json: bool) -> NoReturn:
+    """Run the study that the command `name` has planned beside another one, and exit."""
     visible_gpus = detect_gpus(os.environ)
-    console, json_command = (make_console(sys.stderr), "confirm") if as_json else (make_console(), "")
+    console, json_command = (make_console(sys.stderr), name) if as_json else (make_console(), "")
     exit_code = start_studies([plan], launch, visible_gpus, dry_run, console, json_command=json_command)
     if as_json and not dry_run:
         from tune_study.commands.reading import results
 
-        print_json("confirm", results.read_results(plan.folder))
+        print_json(name, results.read_results(plan.folder))
     raise typer.Exit(exit_code)
 
 

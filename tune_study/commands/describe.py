@@ -92,6 +92,7 @@ def summarize_plan(study: PreparedStudy) -> dict[str, Any]:
     lines = [
         *_describe_runs(plan, resource_plan),
         *_describe_search(plan),
+        *_describe_fork(plan),
         *_describe_game(plan),
         *_describe_commands(commands),
         *plan.study.family.describe(plan.base_config),
@@ -163,11 +164,13 @@ def print_plan(console: Console, plan: StudyPlan, summary: Mapping[str, Any]) ->
     """Print the plan of a study. summary: from `summarize_plan`."""
     for line in summary["lines"]:
         print_line(console, line)
-    if plan.search is not None:
+    if plan.search is not None or plan.forks is not None:
         # A point has no value for a setting whose condition it does not meet.
         settings = list(dict.fromkeys(name for point in plan.points.values() for name in point))
         points = [[arm, *(str(point.get(name, "")) for name in settings)] for arm, point in plan.points.items()]
-        print_table(console, ("point", *(name.rpartition(".")[2] for name in settings)), points)
+        print_table(
+            console, ("point" if plan.search else "arm", *(name.rpartition(".")[2] for name in settings)), points
+        )
     rows = [[str(cell) for cell in run.values()] for run in summary["runs"]]
     print_table(console, ("run", "arm", "seed", "steps", "log", "checkpoints"), rows, ("checkpoints", "log", "run"))
 
@@ -187,6 +190,30 @@ def _describe_search(plan: StudyPlan) -> Iterator[str]:
         yield (
             f"Then the best point is compared with the default on {search.confirm_seeds} fresh seeds: "
             f"{2 * search.confirm_seeds} more runs"
+        )
+
+
+def _describe_fork(plan: StudyPlan) -> Iterator[str]:
+    """Describe what the runs of a fork continue; yield nothing for other studies."""
+    forks = plan.forks
+    if forks is None:
+        return
+    from analysis.data.summaries import LATE_EVALUATIONS  # imports pandas
+
+    parent = find_record(StudyRecord, plan.folder.with_name(forks.folder))
+    others = [] if parent is None else [entry.seed for entry in parent.runs if entry.arm == forks.arm]
+    left_out = [str(seed) for seed in others if seed not in plan.seeds]
+    steps = sorted({*forks.steps.values()})
+    exception = f"; without its seed{'s' * (len(left_out) > 1)} {', '.join(left_out)}" if left_out else ""
+    yield (
+        f"Fork: arm {format_value(forks.arm)} of {format_value(forks.folder)} is continued from "
+        f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}, with its rows up to there{exception}"
+    )
+    trainer = plan.base_config.trainer
+    if trainer.test_freq > 0 and trainer.total_training_steps - steps[-1] < LATE_EVALUATIONS * trainer.test_freq:
+        yield (
+            f"Remark: the outcome is the mean of the last {LATE_EVALUATIONS} validations, and some of them are not "
+            f"after step {steps[-1]}, so they are equal in all arms: type --steps for longer runs."
         )
 
 
@@ -297,7 +324,7 @@ def read_status(folder: Path, location: str, study: StudyRecord, is_running: boo
             problems.append((entry.arm, describe_missing_signal(step_rows)))
         # Rows are read from disk and may be damaged, so values that are not finite numbers are skipped.
         values = (parse_finite(row.get(family.primary_metric)) for row in reversed(step_rows))
-        collapse_step = history.find_collapse() if family.has_symptoms else math.inf
+        collapse_step = history.find_collapse(study.get_fork_step(entry.arm)) if family.has_symptoms else math.inf
         phase = read_phase(run_dir, step + 1) if status.status == "running" else ""
         runs.append(
             {

@@ -182,6 +182,11 @@ def plan_confirmation(
             f"{format_value(plan.folder, 1000)} is itself a confirmation: type "
             f"`{format_command('resume', plan.folder)}` to continue it, or `confirm` with the study that it confirms."
         )
+    if plan.forks is not None:
+        raise PlanError(
+            f"{format_value(plan.folder, 1000)} is a fork, and fresh seeds have no state that its arms could continue: "
+            "train more seeds of the study that it forks, and fork those."
+        )
     if n_seeds < 2:
         raise PlanError(f"--seeds {format_value(n_seeds)} gives no interval: type --seeds 2 or more.")
     compared = plan.baseline if baseline is None else find_arm(baseline, plan.values, "--baseline")

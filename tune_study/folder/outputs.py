@@ -1,5 +1,6 @@
 """Write and read the files of a study's folder. Files are replaced as a whole, so they are always complete."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -43,8 +44,13 @@ _LOCK_PATIENCE_S = 1.0
 """Seconds to wait for the lock, since `status` takes it for a moment and a start must not fail because of that."""
 
 
-def make_run_entry(spec: RunSpec) -> RunEntry:
+def make_run_entry(plan: StudyPlan, spec: RunSpec) -> RunEntry:
     """Make a run's entry in study.json."""
+    config_hash, parent = spec.config.compute_hash(), plan.find_parent(spec)
+    if parent is not None and config_hash != parent.entry.config_hash:
+        # The rows of a fork depend on both configurations, and on the step at which one follows the other.
+        text = f"{parent.entry.config_hash} to step {parent.step}, then {config_hash}"
+        config_hash = hashlib.sha256(text.encode()).hexdigest()[:12]
     return RunEntry(
         run_id=spec.run_id,
         arm=spec.arm,
@@ -52,7 +58,7 @@ def make_run_entry(spec: RunSpec) -> RunEntry:
         study=spec.study_name,
         label=spec.label,
         experiment_name=spec.experiment_name,
-        config_hash=spec.config.compute_hash(),
+        config_hash=config_hash,
         log=spec.log_path.as_posix(),
         checkpoints=spec.checkpoint_dir.as_posix(),
     )
@@ -87,7 +93,7 @@ def make_study_record(plan: StudyPlan) -> StudyRecord:
         planned_baseline_seeds=None if plan.baseline is None else plan.num_baseline_seeds,
         max_seeds=plan.max_seeds,
         earlier_steps=plan.earlier_steps,
-        runs=tuple(map(make_run_entry, plan.runs)),
+        runs=tuple(make_run_entry(plan, spec) for spec in plan.runs),
         settings=plan.base_config.model_dump(mode="json"),
         defaults=type(plan.base_config).model_validate({}).model_dump(mode="json"),
         stop_rules=tuple(study.stop_rules),
@@ -95,6 +101,7 @@ def make_study_record(plan: StudyPlan) -> StudyRecord:
         model=plan.model or "",
         storage=plan.storage,
         confirms=plan.confirms,
+        forks=plan.forks,
         search=plan.search,
         points={arm: {name: str(text) for name, text in settings.items()} for arm, settings in plan.points.items()},
         declaration=None if plan.source is None else plan.source.record,
@@ -116,7 +123,9 @@ def write_study(plan: StudyPlan) -> list[str]:
     # A continued or extended study keeps the statuses of its runs, unless their rows contradict them.
     for spec, status in zip(plan.runs, read_statuses(plan).values(), strict=True):
         run_dir = plan.get_run_dir(spec.run_id)
-        write_record(run_dir, RunRecord(**asdict(make_run_entry(spec)), config=spec.config.model_dump(mode="json")))
+        write_record(
+            run_dir, RunRecord(**asdict(make_run_entry(plan, spec)), config=spec.config.model_dump(mode="json"))
+        )
         write_record(run_dir, status)
     program = Path(sys.argv[0]).name
     start = Start(
@@ -174,7 +183,8 @@ def _keep_history(plan: StudyPlan, previous: StudyRecord, record: StudyRecord) -
         starts=(*previous.starts, *record.starts),
         margins=previous.margins or record.margins,
         # A study of the package changes its contrasts only with the recorded version, and new arms may add pairs.
-        contrasts=record.contrasts if plan.source is None else previous.contrasts,
+        # Those of a fork follow from its arms.
+        contrasts=record.contrasts if plan.source is None or plan.forks is not None else previous.contrasts,
         earlier_declarations=earlier,
         planned_seeds=previous.planned_seeds or len(previous.seeds),
         # Folders of earlier versions do not have it.

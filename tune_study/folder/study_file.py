@@ -25,6 +25,7 @@ from trainable.runs.stop_rules import RULES
 from trainable.runs.study_record import RUN_FILE, STUDY_FILE, RunRecord, StudyRecord, find_record, read_record
 from tune_study.folder.origin import NOTHING, check_outside_values, find_usable_storage, list_plan_values
 from tune_study.plan.errors import PlanError
+from tune_study.plan.fork import make_fork_study
 from tune_study.plan.own_study import OwnStudy, check_recorded_files, check_same_source, explain_missing_file
 from tune_study.plan.search import find_search_differences, make_point_study
 from tune_study.plan.storage_uri import is_same_folder
@@ -97,7 +98,11 @@ def plan_from_folder(
         if unknown := set(record.stop_rules) - {*RULES, *study.stop_rules}:
             raise PlanError(f"there is no stop rule {format_value(unknown.pop())}.")
         study = replace(study, stop_rules=record.stop_rules)
-        if record.points:
+        if (forks := record.forks) is not None:
+            if {*record.axis.values} - {*forks.steps} or {*record.seeds} - {entry.seed for entry in forks.parents}:
+                raise PlanError("its arms and seeds do not match what it forks.")
+            study = make_fork_study(study, forks, record.points)
+        elif record.points:
             study = make_point_study(study, record.points)
         if record.confirms is not None:
             # The user may have chosen another arm for comparison than the study's baseline.
@@ -120,6 +125,7 @@ def plan_from_folder(
             storage=find_usable_storage(folder, record.storage, allowed)[0],
             source=None if own_study is None else own_study.source,
             confirms=record.confirms,
+            forks=forks,
             search=record.search,
             points=record.points,
             earlier_steps=record.earlier_steps,
@@ -207,9 +213,11 @@ def merge_with_folder(plan: StudyPlan, extend: bool, allowed: frozenset[str] = N
         raise PlanError(
             f"{plan.folder} contains this study with other settings:\n  " + "\n  ".join(changes) + f"\n{advice}"
         )
-    # Values are compared by the settings of their arms: 0.10 continues an arm that was started as 0.1.
+    # Values are compared by the settings of their arms: 0.10 continues an arm that was started as 0.1. Arms of a fork
+    # may have the same settings from different steps.
     existing_values = {
-        make_arm_config(existing.study, plan.base_config, value).compute_hash(): value for value in existing.values
+        make_arm_config(existing.study, plan.base_config, value).compute_hash(): value
+        for value in (existing.values if plan.forks is None else ())
     }
     requested_values = tuple(
         value

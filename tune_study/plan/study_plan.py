@@ -14,7 +14,17 @@ from trainable.config.own_parts import PartFile, list_part_files, pin_parts
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names
 from trainable.config.setting_types import flatten_settings, format_value
 from trainable.families import Settings
-from trainable.runs.study_record import MAX_RUNS, MAX_SEEDS, ConfirmedStudy, Search, WandbMode, WandbTarget, is_run_id
+from trainable.runs.study_record import (
+    MAX_RUNS,
+    MAX_SEEDS,
+    ConfirmedStudy,
+    ForkedStudy,
+    RunEntry,
+    Search,
+    WandbMode,
+    WandbTarget,
+    is_run_id,
+)
 from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import StudySource, list_resume_options
 from tune_study.plan.search import make_point_study
@@ -74,6 +84,19 @@ class RunSpec:
         return self.config.trainer.total_training_steps
 
 
+class ParentRun(NamedTuple):
+    """The run of another study that a run of a fork continues."""
+
+    entry: RunEntry
+    """Its entry in study.json."""
+    run_dir: Path
+    """Folder of its rows and rolling checkpoints."""
+    checkpoint_dir: Path
+    """Folder of its saved checkpoints."""
+    step: int
+    """The step after which it is continued."""
+
+
 @dataclass(frozen=True)
 class StudyPlan:
     """All runs of a study, and the paths of their files."""
@@ -104,10 +127,12 @@ class StudyPlan:
     """Where the study is declared, a file or Python code; None for a study of this package."""
     confirms: ConfirmedStudy | None = None
     """The study that this one confirms, if any."""
+    forks: ForkedStudy | None = None
+    """The study whose runs this one continues with other settings, if any."""
     search: Search | None = None
     """The search that adds the arms; None if the arms are chosen beforehand."""
     points: Mapping[str, Settings] = field(default_factory=dict)
-    """The settings of each arm of a search or its confirmation; empty for other studies."""
+    """The settings of each arm of a search, its confirmation or a fork; empty for other studies."""
     wandb: WandbTarget = NO_WANDB
     """Where this start of the study logs to W&B."""
     earlier_steps: tuple[int, ...] = ()
@@ -213,6 +238,15 @@ class StudyPlan:
     def get_run_dir(self, run_id: str) -> Path:
         """Return the folder of a run's rows, status and rolling checkpoint."""
         return self.folder / "runs" / run_id
+
+    def find_parent(self, spec: RunSpec) -> ParentRun | None:
+        """Find the run that a run of a fork continues; None in other studies."""
+        if self.forks is None:
+            return None
+        folder = self.folder.with_name(self.forks.folder)
+        entry = next(entry for entry in self.forks.parents if entry.seed == spec.seed)
+        checkpoint_dir = find_output(folder, self.forks.run) / entry.checkpoints
+        return ParentRun(entry, folder / "runs" / entry.run_id, checkpoint_dir, self.forks.steps[spec.arm])
 
 
 class ResourcePlan(NamedTuple):

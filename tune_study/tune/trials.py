@@ -67,6 +67,7 @@ def make_trial_config(plan: StudyPlan, specs: Sequence[RunSpec], interrupt: Inte
                 "seed": spec.seed,
                 "run_dir": str(plan.get_run_dir(spec.run_id)),
                 "checkpoint_dir": str(plan.output / spec.checkpoint_dir),
+                **_make_parent_entry(plan, spec),
             }
             for spec in specs
         ]
@@ -86,3 +87,12 @@ def make_trial_config(plan: StudyPlan, specs: Sequence[RunSpec], interrupt: Inte
             **place,
         },
     }
+
+
+def _make_parent_entry(plan: StudyPlan, spec: RunSpec) -> dict[str, Any]:
+    """Make the entry `parent` of a run of a fork: which run it continues, and after which step; empty for others."""
+    parent = plan.find_parent(spec)
+    if parent is None:
+        return {}
+    places = {"run_dir": str(parent.run_dir), "checkpoint_dir": str(parent.checkpoint_dir)}
+    return {"parent": {**places, "step": parent.step}}

@@ -138,8 +138,10 @@ def test_a_stop_at_high_success_says_so(success: float, words: str) -> None:
     assert end.reason.endswith("is below the threshold 0.05")
 
 
-def find_collapse_of(success: Sequence[float], episodes: float = math.inf, stop_step: float = math.inf) -> float:
-    return find_collapse([(10 * n, value, episodes) for n, value in enumerate(success)], stop_step)
+def find_collapse_of(
+    success: Sequence[float], episodes: float = math.inf, stop_step: float = math.inf, fork_step: float = 0
+) -> float:
+    return find_collapse([(10 * n, value, episodes) for n, value in enumerate(success)], stop_step, fork_step)
 
 
 def test_collapse_is_the_second_validation_in_a_row_below_half() -> None:
@@ -153,6 +155,21 @@ def test_collapse_is_the_second_validation_in_a_row_below_half() -> None:
     # 2 sqrt(2 * .04 * .96 / n) is .049 for 128 episodes, and .0245 for 512.
     assert find_collapse_of([0.04, 0.04, 0.01, 0.01], 128) == math.inf
     assert find_collapse_of([0.04, 0.04, 0.01, 0.01], 512) == 30
+
+
+def test_only_a_collapse_after_the_step_of_a_fork_counts() -> None:
+    success = [0.6, 0.6, 0.1, 0.1, 0.1]
+    assert [find_collapse_of(success, fork_step=step) for step in (0, 10, 20, 30, 40)] == [
+        30,
+        30,
+        30,
+        math.inf,
+        math.inf,
+    ]
+    # What recovers after the fork may collapse again, from the success that it reached after it.
+    assert find_collapse_of([*success, 0.4, 0.1, 0.1], fork_step=30) == 70
+    assert find_collapse_of([*success, 0.4, 0.25, 0.25], fork_step=30) == math.inf
+    assert find_collapse_of([*success, 0.4, 0.25, 0.25], stop_step=70, fork_step=30) == 70
 
 
 def test_noise_of_an_unknown_number_of_episodes_is_no_collapse_and_a_lasting_fall_is_one() -> None:

@@ -66,7 +66,11 @@ STUDY_TEXTS = {
     "outside: check_outside_values decides": "settings",
     "values of settings, which become part of the configurations that are checked": "axis.values points",
     "values of the axis": "extra_seeds",
-    "the name of a folder below runs/ or in the storage, checked by is_run_id": "runs.run_id run",
+    "the name of a folder below runs/, beside the study or in the storage, checked by is_run_id": "runs.run_id run "
+    "forks.folder forks.parents.run_id",
+    "part of the names of arms and runs, which are checked as those of any plan": "forks.arm forks.steps",
+    "compared with the name of the folder": "forks.run",
+    "a path below the folder of a study beside it, checked by _check_parents": "forks.parents.checkpoints",
     "not read: the plan says where a log is": "runs.log",
     "only looked at, below the output folder": "runs.checkpoints",
     "compared with what was typed or declared": "name preset family stop_rules runs.arm baseline contrasts.pairs "
@@ -75,7 +79,9 @@ STUDY_TEXTS = {
     "shown as text": "axis.setting axis.option axis.dose axis.factors defaults runs.study runs.label "
     "runs.experiment_name runs.config_hash starts.at starts.command starts.declaration recorded preset_reason command "
     "question outcomes margins looks.at contrasts.name versions git.commit starts.versions starts.git.commit "
-    "created_at model earlier_declarations.path earlier_declarations.sha256 earlier_declarations.text confirms.run",
+    "created_at model earlier_declarations.path earlier_declarations.sha256 earlier_declarations.text confirms.run "
+    "forks.parents.arm forks.parents.study forks.parents.label forks.parents.log forks.parents.experiment_name "
+    "forks.parents.config_hash",
 }
 RUN_TEXTS = {
     "compared with what was typed or declared": "config_hash",
@@ -140,7 +146,8 @@ def test_every_text_of_a_configuration_is_in_the_table() -> None:
 def test_every_text_of_a_record_is_in_the_table(tmp_path: Path) -> None:
     names = [name for name in list_record_texts(StudyRecord) if not name.startswith("settings.")]
     assert sorted(set(names)) == sorted(" ".join(STUDY_TEXTS.values()).split())
-    run_names = asdict(make_run_entry(write_started_study(tmp_path).runs[0]))
+    plan = write_started_study(tmp_path)
+    run_names = asdict(make_run_entry(plan, plan.runs[0]))
     assert sorted(run_names) == sorted(" ".join(RUN_TEXTS.values()).split())
 
 
