@@ -61,6 +61,11 @@ class Recorded:
         """Format the mean success of an arm at the end of its runs."""
         return format_fraction(self.arms[arm]["late_val_success"])
 
+    @property
+    def success_before(self) -> str:
+        """Format the mean success before training, over all arms."""
+        return format_fraction(float(self.frames.trials["base_val_success"].mean()))
+
     def collapsed(self, *arms: str) -> str:
         """Format how many runs of some arms collapsed: `4 of 5`."""
         rows = [self.collapses[arm] for arm in arms]
@@ -147,10 +152,9 @@ class Finding:
     """The recordings that it reads, by name."""
 
 
-def make_table(lines: Sequence[Sequence[str]]) -> str:
-    """Make a Markdown table. The first line has the headings; all columns but the first are aligned to the right."""
-    width = len(lines[0])
-    rule = ("---", *["---:"] * (width - 1))
+def make_table(lines: Sequence[Sequence[str]], alignment: str = "---:") -> str:
+    """Make a Markdown table, whose first line has the headings. alignment: of all columns but the first."""
+    rule = ("---", *[alignment] * (len(lines[0]) - 1))
     return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
 
 
@@ -251,7 +255,7 @@ Arms, contrasts and seeds were declared before the runs; every number is compute
 tiny policies in small games, and confirm nothing about larger ones. `{format_command("findings", "collapse")}` searches
 the pages.
 
-{make_table(lines)}
+{make_table(lines, "---")}
 """
 
 
