@@ -18,7 +18,7 @@ from pathlib import Path
 import jinja2
 
 from analysis.charts import chart as charts
-from analysis.data.frames import StudyFrames, to_records
+from analysis.data.frames import CONFIG_PREFIX, StudyFrames, list_differing_settings, to_records
 from analysis.data.schemas import Row
 from analysis.gallery.budgets import cut_at_budgets
 from analysis.gallery.recordings import read_recording
@@ -28,6 +28,7 @@ from analysis.sweep.contrasts import compute_contrasts
 from analysis.sweep.tables import summarize_arms
 from analysis.sweep.verdicts import count_nouns, format_fraction, format_interval, format_p_value, format_signed
 from trainable.config.command_lines import format_command
+from trainable.config.setting_types import format_value
 from trainable.files.paths import atomic_write
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -108,7 +109,7 @@ class Recorded:
     def arm_table(self) -> str:
         """Make the Markdown table of arms: success at the end, collapsed runs, optimizer steps and sampled tokens."""
         lines = [
-            ("arm", "success at the end", "collapsed runs", "optimizer steps", "tokens sampled"),
+            ("arm", "success at the end", "collapsed runs", "optimizer steps", "tokens sampled", "settings"),
             *(
                 (
                     arm,
@@ -117,11 +118,23 @@ class Recorded:
                     self.collapsed(arm),
                     f"{row['total_optimizer_steps']:,.0f}",
                     f"{row['total_sampled_tokens']:,.0f}",
+                    self._describe_settings(arm),
                 )
                 for arm, row in self.arms.items()
             ),
         ]
         return make_table(lines)
+
+    def _describe_settings(self, arm: str) -> str:
+        """Describe the settings in which an arm differs from the baseline, as typed after --set."""
+        first_runs = self.frames.trials.drop_duplicates("arm").set_index("arm")
+        columns = [f"{CONFIG_PREFIX}{name}" for name in list_differing_settings(self.frames.trials)]
+        values, others = first_runs.loc[arm, columns], first_runs.loc[self.frames.studies[0].baseline, columns]
+        return " ".join(
+            f"`{column.removeprefix(CONFIG_PREFIX)}={format_value(values[column])}`"
+            for column in columns
+            if str(values[column]) != str(others[column])
+        )
 
     def mean_column(self, column: str, arm: str, last: int = 10) -> float:
         """Compute the mean of a column over the last steps of each run of an arm, and over its runs."""
@@ -129,6 +142,11 @@ class Recorded:
         return float(
             steps.groupby("run_id", observed=True)[column].apply(lambda values: values.tail(last).mean()).mean()
         )
+
+    def share_above(self, column: str, arm: str, threshold: float) -> float:
+        """Compute the share of an arm's steps whose value in a column is above a threshold."""
+        steps = self.frames.steps[self.frames.steps["arm"] == arm]
+        return float((steps[column].dropna() > threshold).mean())
 
     @property
     def core_seconds(self) -> float:
@@ -215,8 +233,12 @@ When you see: {texts["symptoms"]}.
 
 {figures}
 
-Success is sampled validation success at the end of a run; brackets are 95 % intervals over seeds, with the noise of
-all arms; p is corrected with Holm's method over the contrasts of the study, which were declared before its runs.
+Success is the mean of the last four sampled validations of a run; a run that a rule stopped keeps its last value, and
+its steps and tokens end there. Brackets are 95 % intervals over seeds, with the noise of all arms, but of an arm itself
+where it is noisier. They are not corrected for the number of contrasts: the verdict follows Holm's p over the contrasts
+of the study, which were declared before its runs. *Equal* means within a margin of 0.05, and *open* that the runs show
+neither a difference nor equality. A run collapses when its success is below half of its running maximum at two
+validations in a row, or when a stop rule ends it.
 
 ## What this does not show
 
@@ -251,9 +273,9 @@ def make_index(findings: Sequence[Finding]) -> str:
     return f"""# Findings that answer with evidence
 
 Questions that practitioners answer differently, and {runs:,} recorded runs ({seconds / 3600:.1f} hours of two cores).
-Arms, contrasts and seeds were declared before the runs; every number is computed from the recorded rows. They are about
-tiny policies in small games, and confirm nothing about larger ones. `{format_command("findings", "collapse")}` searches
-the pages.
+Arms, contrasts and seeds were declared before the runs; every result of ours is computed from the recorded rows. The
+pages are about tiny policies in small games, and confirm nothing about larger ones.
+`{format_command("findings", "collapse")}` searches the pages.
 
 {make_table(lines, "---")}
 """

@@ -7,7 +7,7 @@ train twice as long, so that one run gives the first three: its curve is read wh
 """
 
 from search_spaces.declaration.study import Contrasts, Study, make_arms_axis
-from search_spaces.language_model.common import PLAIN_SETTINGS, Times, multiply_settings
+from search_spaces.language_model.common import PLAIN_SETTINGS, Times, resolve_settings
 from search_spaces.language_model.family import PPO
 from trainable.families import Settings
 
@@ -27,7 +27,7 @@ STUDY = Study(
     name="filter-price",
     family=PPO,
     question=__doc__.splitlines()[0],
-    axis=make_arms_axis("filter x budget", _ARMS, adapt=multiply_settings),
+    axis=make_arms_axis("filter x budget", _ARMS, adapt=resolve_settings),
     fixed_settings=PLAIN_SETTINGS,
     n_seeds=5,
     baseline="none",

@@ -7,7 +7,7 @@ is fixed (alpha 32), as where the claim was made. The critic keeps the preset's 
 import itertools
 
 from search_spaces.declaration.study import Contrasts, Study, make_arms_axis
-from search_spaces.language_model.common import PLAIN_SETTINGS, Times, multiply_settings
+from search_spaces.language_model.common import PLAIN_SETTINGS, Times, resolve_settings
 from search_spaces.language_model.family import PPO
 from trainable.families import Settings
 
@@ -49,7 +49,7 @@ STUDY = Study(
     name="lora",
     family=PPO,
     question=__doc__.splitlines()[0],
-    axis=make_arms_axis("rank x learning rate", _ARMS, adapt=multiply_settings, dose="actor.lr"),
+    axis=make_arms_axis("rank x learning rate", _ARMS, adapt=resolve_settings, dose="actor.lr"),
     fixed_settings={**PLAIN_SETTINGS, "model.lora_alpha": 32.0},
     n_seeds=5,
     baseline=_name_arm("full", "1"),

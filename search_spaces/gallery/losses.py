@@ -8,7 +8,7 @@ GSPO has the clip range of its paper. All arms have the preset's learning rate, 
 import itertools
 
 from search_spaces.declaration.study import Contrasts, Study, make_arms_axis
-from search_spaces.language_model.common import PLAIN_SETTINGS
+from search_spaces.language_model.common import PLAIN_SETTINGS, EpisodeShare, resolve_settings
 from search_spaces.language_model.family import PPO
 from trainable.families import Settings
 
@@ -25,16 +25,16 @@ LOSSES: dict[str, Settings] = {
         "actor.clip_ratio_c": 1e9,
     },
 }
-UPDATES: dict[str, int] = {"1": 128, "4": 32, "16": 8}
-"""The size of a mini-batch for each number of updates per rollout of 128 episodes."""
+UPDATES = ("1", "4", "16")
+"""Numbers of updates per rollout, each on as many episodes."""
 
 _ARMS: dict[str, Settings] = {
     f"{loss}-{updates}": {
         **settings,
-        "actor.ppo_mini_batch_size": size,
+        "actor.ppo_mini_batch_size": EpisodeShare(1 / int(updates)),
         "actor.ppo_micro_batch_size_per_gpu": 4,  # divides all of them
     }
-    for (loss, settings), (updates, size) in itertools.product(LOSSES.items(), UPDATES.items())
+    for (loss, settings), updates in itertools.product(LOSSES.items(), UPDATES)
 }
 
 CONTRASTS: Contrasts = {
@@ -52,7 +52,7 @@ STUDY = Study(
     name="losses",
     family=PPO,
     question=__doc__.splitlines()[0],
-    axis=make_arms_axis("loss x updates per rollout", _ARMS),
+    axis=make_arms_axis("loss x updates per rollout", _ARMS, adapt=resolve_settings),
     fixed_settings={
         **PLAIN_SETTINGS,
         "algorithm.adv_estimator": "grpo",

@@ -6,7 +6,7 @@ baselines is 0.2 below and 0.28 above, as in DAPO; two arms narrow it.
 """
 
 from search_spaces.declaration.study import Contrasts, Study, make_arms_axis
-from search_spaces.language_model.common import PLAIN_SETTINGS, Times, multiply_settings
+from search_spaces.language_model.common import PLAIN_SETTINGS, EpisodeShare, Times, resolve_settings
 from search_spaces.language_model.family import PPO
 from trainable.families import Settings
 
@@ -25,7 +25,7 @@ REMEDIES: dict[str, tuple[Settings, float]] = {
     ),
     "lower-rate": ({}, 0.2),
     # The policy makes a single step per batch, so that no sample is stale.
-    "one-update": ({"actor.ppo_mini_batch_size": 128}, 1.0),
+    "one-update": ({"actor.ppo_mini_batch_size": EpisodeShare(1)}, 1.0),
     # As many episodes as before, in half as many groups.
     "larger-groups": ({"env.group_size": 32, "env.env_groups": 4}, 1.0),
     "filter": ({"filter.rollout_filter_value": 0.9, "filter.rollout_filter_include_zero": False}, 1.0),
@@ -53,7 +53,7 @@ STUDY = Study(
     name="remedies",
     family=PPO,
     question=__doc__.splitlines()[0],
-    axis=make_arms_axis("algorithm x remedy", _ARMS, adapt=multiply_settings),
+    axis=make_arms_axis("algorithm x remedy", _ARMS, adapt=resolve_settings),
     fixed_settings=PLAIN_SETTINGS,
     n_seeds=5,
     baseline="ppo-none",

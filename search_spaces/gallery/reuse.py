@@ -7,7 +7,7 @@ PPO with a critic. More reuse is more optimizer steps from the same rollouts. Th
 import itertools
 
 from search_spaces.declaration.study import Contrasts, Study, make_arms_axis
-from search_spaces.language_model.common import PLAIN_SETTINGS
+from search_spaces.language_model.common import PLAIN_SETTINGS, EpisodeShare, resolve_settings
 from search_spaces.language_model.family import PPO
 from trainable.families import Settings
 
@@ -23,7 +23,7 @@ def _name_arm(epochs: int, mini_batches: int, coefficient: str) -> str:
 _ARMS: dict[str, Settings] = {
     _name_arm(epochs, mini_batches, coefficient): {
         "actor.ppo_epochs": epochs,
-        "actor.ppo_mini_batch_size": 128 // mini_batches,
+        "actor.ppo_mini_batch_size": EpisodeShare(1 / mini_batches),
         "actor.ppo_micro_batch_size_per_gpu": 4,  # divides all of them
         "actor.use_kl_loss": coefficient != "0",
         "actor.kl_loss_coef": float(coefficient),
@@ -57,7 +57,7 @@ STUDY = Study(
     name="reuse",
     family=PPO,
     question=__doc__.splitlines()[0],
-    axis=make_arms_axis("epochs x mini-batches x KL coefficient", _ARMS),
+    axis=make_arms_axis("epochs x mini-batches x KL coefficient", _ARMS, adapt=resolve_settings),
     fixed_settings=PLAIN_SETTINGS,
     n_seeds=5,
     baseline=_name_arm(1, 4, "0"),

@@ -7,7 +7,7 @@ preset's, as in the study remedies. Under the preset `stress` a rising share of 
 
 from search_spaces.declaration.study import Contrasts, Study, make_arms_axis
 from search_spaces.gallery.remedies import ALGORITHMS
-from search_spaces.language_model.common import PLAIN_SETTINGS, Times, multiply_settings
+from search_spaces.language_model.common import PLAIN_SETTINGS, Times, resolve_settings
 from search_spaces.language_model.family import PPO
 from trainable.families import Settings
 
@@ -43,7 +43,7 @@ STUDY = Study(
     name="void-turns",
     family=PPO,
     question=__doc__.splitlines()[0],
-    axis=make_arms_axis("algorithm x treatment of turns without a valid action", _ARMS, adapt=multiply_settings),
+    axis=make_arms_axis("algorithm x treatment of turns without a valid action", _ARMS, adapt=resolve_settings),
     fixed_settings=PLAIN_SETTINGS,
     n_seeds=5,
     baseline=f"ppo-{BASELINE}",

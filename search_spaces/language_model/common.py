@@ -4,7 +4,7 @@ from operator import attrgetter
 from types import MappingProxyType
 
 from search_spaces.declaration.study import NameTemplates
-from trainable.config.base_config import BaseRunConfig
+from trainable.config.run_config import RunConfig
 from trainable.families import Settings
 
 SWEEP_SETTINGS: Settings = MappingProxyType(
@@ -37,20 +37,26 @@ PLAIN_SETTINGS: Settings = MappingProxyType(
 
 
 class Times(float):
-    """A multiple of the value that the study's base configuration has, as the value of a setting of an arm.
-
-    `multiply_settings` resolves it.
-    """
+    """A multiple of the value that the study's base configuration has, as the value of a setting of an arm."""
 
 
-def multiply_settings(settings: Settings, base: BaseRunConfig) -> Settings:
-    """Replace values `Times(x)` of an arm by x times the value in `base`. See `Axis.adapt`."""
-    return {
-        # Rounded, since 0.2 times 0.002 is not the float nearest to 0.0004.
-        name: type(get_value(base))(round(value * get_value(base), 12)) if isinstance(value, Times) else value
-        for name, value in settings.items()
-        for get_value in [attrgetter(name)]
-    }
+class EpisodeShare(float):
+    """A share of the episodes of a step of the base configuration, as the value of a mini-batch size of an arm."""
+
+
+def resolve_settings(settings: Settings, base: RunConfig) -> Settings:
+    """Replace values `Times(x)` and `EpisodeShare(x)` of an arm by what they are under `base`. See `Axis.adapt`."""
+
+    def resolve(name: str, value: object) -> object:
+        if isinstance(value, EpisodeShare):
+            return round(value * base.env.env_groups * base.env.group_size)
+        if isinstance(value, Times):
+            base_value = attrgetter(name)(base)
+            # Rounded, since 0.2 times 0.002 is not the float nearest to 0.0004.
+            return type(base_value)(round(value * base_value, 12))
+        return value
+
+    return {name: resolve(name, value) for name, value in settings.items()}
 
 
 def make_sweep_templates(stem: str, title: str, wandb_project: str, value_name: str = "arm") -> NameTemplates:

@@ -428,12 +428,12 @@ def noise_floor(
 
 @command(READ, "findings", "collapse")
 def findings(
-    word: Annotated[str | None, argument("WORD", "A word to search for, or the name of a page.")] = None,
+    words: Annotated[list[str] | None, argument("WORD", "Words to search for, or the name of a page.")] = None,
 ) -> None:
     """Print what recorded studies answer to common questions, such as which remedy stops a collapse."""
     from tune_study.commands.reading import findings as gallery
 
-    gallery.print_findings(make_console(), word)
+    gallery.print_findings(make_console(), words or [])
 
 
 @command(MAIN, "explain", "results/kl_sweep_sokoban-tiny --arm 0 --seed 1")

@@ -240,7 +240,7 @@ UNSEEN_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
 """As UNSEEN, for settings that only another base reads."""
 COUNTS: Mapping[str, int] = {
     "read": 73,
-    "not read": 81,
+    "not read": 82,
     "execution": 21,
     MEMORY: 3,
     "names a file of the user": 2,

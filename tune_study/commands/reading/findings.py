@@ -1,6 +1,7 @@
 """The command `findings`: search the pages of the gallery, and print one."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,17 +43,25 @@ def read_pages() -> list[Page]:
     return pages
 
 
-def print_findings(console: Console, word: str | None) -> None:
-    """Print the page named `word`, or a table of the pages that contain it; None: of all pages.
+def print_findings(console: Console, words: Sequence[str]) -> None:
+    """Print the page of this name, or a table of the pages that contain all words; without words, of all pages.
 
-    Raises PlanError if there is none.
+    Words are searched in name, title, symptoms and verdict, and where no page has them there, in the whole text. Raises
+    PlanError if no page contains them.
     """
     pages = read_pages()
-    named = [page for page in pages if page.name == word]
-    matches = named or [page for page in pages if word is None or word.lower() in page.text.lower()]
+    heads = {page.name: " ".join((page.name, page.title, page.symptoms, page.verdict)).lower() for page in pages}
+    texts = {page.name: page.text.lower() for page in pages}
+    by_words = (
+        [page for page in pages if all(word.lower() in contents[page.name] for word in words)]
+        for contents in (heads, texts)
+    )
+    named = [page for page in pages if [page.name] == [*words]]
+    matches = named or next(filter(None, by_words), [])
     if not matches:
         names = ", ".join(page.name for page in pages)
-        raise PlanError(f"No page of the findings contains {format_value(word)}: type another word, or one of {names}.")
+        typed = format_value(" ".join(words))
+        raise PlanError(f"No page of the findings contains {typed}: type other words, or one of {names}.")
     if len(matches) == 1:
         console.print(
             Markdown(matches[0].text) if console.is_terminal else matches[0].text, markup=False, soft_wrap=True
