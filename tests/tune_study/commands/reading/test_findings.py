@@ -1,0 +1,42 @@
+"""Tests of the command `findings`: pages by name, by words, and a word that no page has."""
+
+import io
+
+import pytest
+
+from tune_study.commands.reading.findings import print_findings, read_pages
+from tune_study.host.console import make_console
+from tune_study.plan.errors import PlanError
+
+
+def ask(*words: str) -> str:
+    file = io.StringIO()
+    print_findings(make_console(file, width=100), words)
+    return file.getvalue()
+
+
+def test_without_words_all_pages_are_listed_with_symptoms_and_verdict() -> None:
+    text = ask()
+    for page in read_pages():
+        assert page.name in text
+        assert page.verdict in text
+        assert page.symptoms in text
+        assert page.text.startswith(f"# {page.title}\n")
+        assert not page.verdict.startswith("*")
+    assert "python -m tune_study findings" in text
+
+
+def test_a_name_prints_the_page() -> None:
+    (page,) = [page for page in read_pages() if page.name == "remedies"]
+    assert ask("remedies").rstrip("\n") == page.text.rstrip("\n")
+
+
+def test_words_are_searched_in_symptoms_first_and_then_in_the_text() -> None:
+    # Both pages have a column of collapsed runs, and one of them is about collapse.
+    assert ask("collapse") == ask("Run", "COLLAPSES") == ask("remedies")
+    assert ask("ZeroSearch") == ask("remedies")
+
+
+def test_a_word_that_no_page_has_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"No page of the findings contains no such words: .*remedies"):
+        ask("no", "such", "words")
