@@ -9,7 +9,7 @@
 import tune_study
 from analysis.report.pages import conclude
 from search_spaces.declaration.study import Axis, Study
-from search_spaces.language_model.common import SWEEP_SETTINGS
+from search_spaces.language_model.common import PLAIN_SETTINGS
 from search_spaces.language_model.family import PPO
 
 STUDY = Study(
@@ -17,7 +17,7 @@ STUDY = Study(
     family=PPO,
     question="Does a larger learning rate of the policy learn more in the same number of steps?",
     axis=Axis("actor.lr", {"laptop": ("1e-4", "1e-3")}),
-    fixed_settings={**SWEEP_SETTINGS, "actor.entropy_coeff": 0.0, "filter.rollout_filter_value": 1.0},
+    fixed_settings=PLAIN_SETTINGS,
     baseline="1e-4",
 )
 

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 
 import jinja2
@@ -86,17 +86,13 @@ class Recorded:
         """Name the verdict on a contrast: better, worse, equal, no effect or open."""
         return str(self.contrasts[contrast]["verdict"])
 
-    def list_contrasts(self, *verdicts: str) -> list[str]:
-        """List the contrasts with one of some verdicts, in the order of their declaration."""
-        return [name for name in self.contrasts if self.verdict(name) in verdicts]
-
-    def table(self, contrasts: Sequence[str] | None = None) -> str:
-        """Make the Markdown table of contrasts: all, or those named."""
+    def table(self) -> str:
+        """Make the Markdown table of all contrasts."""
         lines = [
             ("contrast", "difference in success", "Holm's p", "verdict", "collapsed runs"),
             *(
                 (name, self.difference(name), self.p(name)[2:], self.verdict(name), self._compare_collapses(name))
-                for name in contrasts or self.contrasts
+                for name in self.contrasts
             ),
         ]
         return make_table(lines)
@@ -176,7 +172,6 @@ def make_table(lines: Sequence[Sequence[str]], alignment: str = "---:") -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
 
 
-@cache
 def read_findings() -> dict[str, Finding]:
     """Make all pages from their templates and recordings, by name."""
     return {path.stem: make_finding(path) for path in sorted(TEMPLATES.glob("*.md"))}
@@ -194,7 +189,7 @@ def make_finding(path: Path) -> Finding:
 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(path.read_text(encoding="utf-8"))
-    module = template.make_module({"record": record, "at_budgets": at_budgets, "signed": format_signed})
+    module = template.make_module({"record": record, "at_budgets": at_budgets})
     texts = {
         name: str(getattr(module, name)).strip()
         for name in ("title", "symptoms", "verdict", "claims", "reading", "limits")

@@ -51,7 +51,7 @@ PRESETS = tuple(name for name, preset in PPO.presets.items() if not preset.varia
 _FILE = '''"""{question}"""
 
 from search_spaces.declaration.study import {imports}
-from search_spaces.language_model.common import SWEEP_SETTINGS
+from search_spaces.language_model.common import PLAIN_SETTINGS
 from search_spaces.language_model.family import PPO
 
 {constants}STUDY = Study(
@@ -61,7 +61,7 @@ from search_spaces.language_model.family import PPO
     # The arms. `{option}` of the command line chooses {choice}.
     axis={axis},
     # Settings of all arms, as --set takes them; the preset has the others.
-    fixed_settings={{**SWEEP_SETTINGS, "actor.entropy_coeff": 0.0, "filter.rollout_filter_value": 1.0}},
+    fixed_settings=PLAIN_SETTINGS,
     baseline={baseline},  # the arm that the others are compared with{contrasts}
 )
 '''
