@@ -140,7 +140,9 @@ def test_a_changed_file_is_refused_with_its_changes(folder: Path) -> None:
     )
     get_output(type_command(folder, "resume", str(RUN), "--study", "changed.py", "--accept-changed-file", "--dry-run"))
     # Runs that have started keep their settings, whatever is accepted.
-    (folder / "changed.py").write_text(text.replace('"actor.entropy_coeff": 0.0', '"actor.entropy_coeff": 0.5'))
+    (folder / "changed.py").write_text(
+        text.replace("=PLAIN_SETTINGS", '={**PLAIN_SETTINGS, "actor.entropy_coeff": 0.5}')
+    )
     assert_refused(
         type_command(folder, "run", "changed.py", "--preset", "laptop", "--accept-changed-file"),
         "entropy_coeff: 0.0 -> 0.5",
