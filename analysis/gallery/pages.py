@@ -1,28 +1,35 @@
 """The pages of the gallery: each is a template whose every number comes from recorded studies.
 
 A template in templates/ sets `title`, `symptoms`, `verdict`, `claims`, `reading` and `limits`, in Markdown, and
-`estimates`, the minutes of two cores that were expected of each recording. It reads a recording with `record(NAME)`, a
-`Recorded`, and `at_budgets` of one gives it at equal budgets. The page ends with the commands and the cost of all that
-it has read.
+`estimates`, the minutes of two cores that were expected of each study that was trained for the page. It reads a
+recording with `record(NAME)`, a `Recorded`; `at_budgets` of one gives it at equal budgets, `Alarms` scores detectors on
+several, and `Transfer` compares studies with themselves elsewhere. The page ends with commands and costs. It shows the
+contrasts of the studies that were trained for it, or the charts in `figures`, by name, if the template sets that.
 
 `python -m analysis.gallery.pages docs/findings` writes all pages again.
 """
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+import altair as alt
 import jinja2
+import pandas as pd
 
 from analysis.charts import chart as charts
+from analysis.charts.curves import draw_intervals
 from analysis.data.frames import CONFIG_PREFIX, StudyFrames, list_differing_settings, to_records
 from analysis.data.schemas import Row
 from analysis.gallery.budgets import cut_at_budgets
 from analysis.gallery.recordings import read_recording
+from analysis.gallery.transfer import compare_places
 from analysis.report.pages import draw_figures
+from analysis.sweep.alarms import compare_alarms, compare_detectors, find_distinct_ends, format_score
 from analysis.sweep.collapse import count_collapses
 from analysis.sweep.contrasts import compute_contrasts
 from analysis.sweep.tables import summarize_arms
@@ -149,6 +156,111 @@ class Recorded:
         """Seconds that two cores computed in the steps of all runs."""
         return float(self.frames.steps["cpu_seconds_step"].sum()) / 2
 
+    def draw_contrasts(self) -> alt.TopLevelMixin:
+        """Draw the differences of all contrasts."""
+        (figure,) = draw_figures(self.frames, ["contrasts"]).values()
+        return figure
+
+
+@dataclass(frozen=True)
+class Alarms:
+    """The scores of alarms, ours and those of others, on recorded studies."""
+
+    records: Sequence[Recorded]
+    first_test_seed: int
+    """Thresholds are chosen on the runs of lower seeds, and scored on the others."""
+
+    @cached_property
+    def rows(self) -> dict[tuple[str, str], Row]:
+        """Rows of `compare_alarms`, by measure and `ours`, and of `compare_detectors`, by detector and thresholds."""
+        frames = [recorded.frames for recorded in self.records]
+        table, is_fresh = compare_alarms(frames, self.first_test_seed)
+        if not is_fresh:
+            raise ValueError("The runs of lower or of other seeds have no collapse.")
+        ours = [{"detector": row["rule"].split()[0], "thresholds": "ours", **row} for row in to_records(table)]
+        others = to_records(compare_detectors(frames, self.first_test_seed))
+        return {(row["detector"], row["thresholds"]): row for row in (*ours, *others)}
+
+    def count_runs(self, *, is_test: bool, is_collapse: bool) -> int:
+        """Count different runs: those on which rules are scored or chosen, with or without a collapse."""
+        ends = pd.concat(find_distinct_ends([recorded.frames for recorded in self.records]))
+        is_counted = (ends["seed"] >= self.first_test_seed).eq(is_test) & ends["is_collapse"].eq(is_collapse)
+        return int(is_counted.sum())
+
+    def table(self) -> str:
+        """Make the Markdown table of all detectors, those with the most announced collapses first."""
+        rows = sorted(self.rows.values(), key=lambda row: (-row["detected"], row["false_alarms"]))
+        lines = [
+            ("detector", "thresholds", "announces", "95 %", "lead (steps)", "false alarms", "95 %", "rule"),
+            *((row["detector"], row["thresholds"], *format_score(row), f"`{row['rule']}`") for row in rows),
+        ]
+        return make_table(lines)
+
+    def draw(self) -> alt.TopLevelMixin:
+        """Draw the share of announced collapses with its interval, and that of false alarms as rings.
+
+        Detectors that are silent in all runs are left out.
+        """
+        rows = [row for row in self.rows.values() if row["detected"] or row["false_alarms"]]
+        rows.sort(key=lambda row: -row["detected_fraction"])
+        table = pd.DataFrame(rows).assign(name=[f"{row['detector']} ({row['thresholds']})" for row in rows])
+        names = {f"detected_fraction{end}": f"difference{end}" for end in ("", "_low", "_high")}
+        chart = draw_intervals(
+            table.rename(columns=names),
+            "share of collapses announced (dot, 95 %), and of other runs with a false alarm (ring)",
+            pairs=table.rename(columns={"false_fraction": "difference"})[["name", "difference"]],
+        )
+        return charts.make_file_chart(chart)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """How studies agree with themselves elsewhere."""
+
+    places: Mapping[str, Mapping[str, Recorded]]
+    """By the name of a study, its recording in each place; the first place is the one that others are compared with."""
+
+    @cached_property
+    def rows(self) -> dict[tuple[str, str], Row]:
+        """The rows of `compare_places`, by study and place."""
+        rows: dict[tuple[str, str], Row] = {}
+        for study, (first, *others) in ((study, list(places.items())) for study, places in self.places.items()):
+            table = compare_places(first[1].frames, {place: recorded.frames for place, recorded in others})
+            rows |= {(study, row["place"]): row for row in to_records(table)}
+        return rows
+
+    def correlation(self, study: str, place: str) -> str:
+        """Format the rank correlation of arms between a place and the first one: `+0.71 [+0.42, +0.86]`."""
+        row = self.rows[study, place]
+        return f"{row['rho']:+.2f} [{row['rho_low']:+.2f}, {row['rho_high']:+.2f}]".replace("-", "−")
+
+    def table(self) -> str:
+        """Make the Markdown table of all studies and places."""
+        lines = [
+            ("study", "place", "arms", "rank correlation", "resolved contrasts with the same sign", "95 %", "opposite"),
+            *(
+                (
+                    study,
+                    place,
+                    str(row["arms"]),
+                    self.correlation(study, place),
+                    f"{row['same']} of {row['contrasts']}",
+                    format_interval(row["same_fraction_low"], row["same_fraction_high"], format_fraction)
+                    if row["contrasts"]
+                    else "",
+                    str(row["opposite"]),
+                )
+                for (study, place), row in self.rows.items()
+            ),
+        ]
+        return make_table(lines)
+
+    def draw(self) -> alt.TopLevelMixin:
+        """Draw all rank correlations with their intervals."""
+        table = pd.DataFrame(list(self.rows.values())).assign(name=[f"{study}, {place}" for study, place in self.rows])
+        names = {f"rho{end}": f"difference{end}" for end in ("", "_low", "_high")}
+        return charts.make_file_chart(draw_intervals(table.rename(columns=names), "rank correlation of arms"))
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -162,8 +274,10 @@ class Finding:
     """One sentence."""
     page: str
     """The whole page in Markdown."""
-    records: dict[str, Recorded] = field(repr=False)
-    """The recordings that it reads, by name."""
+    trained: dict[str, Recorded] = field(repr=False)
+    """The recordings of studies that were trained for it, by name."""
+    figures: dict[str, Callable[[], alt.TopLevelMixin]] = field(repr=False)
+    """Functions that draw its charts, by the names of their files."""
 
 
 def make_table(lines: Sequence[Sequence[str]], alignment: str = "---:") -> str:
@@ -189,26 +303,38 @@ def make_finding(path: Path) -> Finding:
 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(path.read_text(encoding="utf-8"))
-    module = template.make_module({"record": record, "at_budgets": at_budgets})
+    names = {"record": record, "at_budgets": at_budgets, "Alarms": Alarms, "Transfer": Transfer}
+    module: Any = template.make_module(names)
     texts = {
         name: str(getattr(module, name)).strip()
         for name in ("title", "symptoms", "verdict", "claims", "reading", "limits")
     }
     texts["verdict"] = re.sub(r"\s+", " ", texts["verdict"])
-    page = _compose_page(texts, records, module.estimates)  # type: ignore[attr-defined]
-    return Finding(path.stem, texts["title"], texts["symptoms"], texts["verdict"], page, records)
+    trained = {name: recorded for name, recorded in records.items() if name in module.estimates}
+    figures = getattr(module, "figures", {name: recorded.draw_contrasts for name, recorded in trained.items()})
+    page = _compose_page(texts, records, list(figures), module.estimates)
+    return Finding(path.stem, texts["title"], texts["symptoms"], texts["verdict"], page, trained, figures)
 
 
-def _compose_page(texts: Mapping[str, str], records: Mapping[str, Recorded], estimates: Mapping[str, float]) -> str:
+def _compose_page(
+    texts: Mapping[str, str],
+    records: Mapping[str, Recorded],
+    figure_names: Sequence[str],
+    estimates: Mapping[str, float],
+) -> str:
     studies = [(recorded, recorded.frames.studies[0]) for recorded in records.values()]
     commands = "\n".join(study.command for _, study in studies)
     costs = "\n".join(
         f"* `{study.command}`: {count_nouns(len(recorded.frames.trials), 'run')}, {recorded.core_seconds:,.0f} seconds "
         f"of two cores ({60 * estimates[recorded.name]:,.0f} were expected)."
         for recorded, study in studies
+        if recorded.name in estimates
     )
-    questions = "\n\n".join(dict.fromkeys(study.question for _, study in studies))
-    figures = "\n\n".join(f"![Differences between arms]({recorded.name}.svg)" for recorded, _ in studies)
+    questions = "".join(
+        f"*{question}*\n\n"
+        for question in dict.fromkeys(study.question for recorded, study in studies if recorded.name in estimates)
+    )
+    figures = "\n\n".join(f"![{texts['title']}]({name}.svg)" for name in figure_names)
     names = ", ".join(f'"{name}"' for name in records)
     return f"""# {texts["title"]}
 
@@ -216,9 +342,7 @@ def _compose_page(texts: Mapping[str, str], records: Mapping[str, Recorded], est
 
 When you see: {texts["symptoms"]}.
 
-*{questions}*
-
-## Who says what
+{questions}## Who says what
 
 {texts["claims"]}
 
@@ -263,8 +387,8 @@ def make_index(findings: Sequence[Finding]) -> str:
         ("what you see", "page", "verdict"),
         *((finding.symptoms, f"[{finding.title}]({finding.name}.md)", finding.verdict) for finding in findings),
     ]
-    seconds = sum(recorded.core_seconds for finding in findings for recorded in finding.records.values())
-    runs = sum(len(recorded.frames.trials) for finding in findings for recorded in finding.records.values())
+    seconds = sum(recorded.core_seconds for finding in findings for recorded in finding.trained.values())
+    runs = sum(len(recorded.frames.trials) for finding in findings for recorded in finding.trained.values())
     return f"""# Findings that answer with evidence
 
 Questions that practitioners answer differently, and {runs:,} recorded runs ({seconds / 3600:.1f} hours of two cores).
@@ -284,10 +408,9 @@ def write_pages(folder: Path) -> None:
         with atomic_write(folder / f"{name}.md") as temp_path:
             temp_path.write_text(page, encoding="utf-8")
     for finding in findings.values():
-        for name, recorded in finding.records.items():
-            (figure,) = draw_figures(recorded.frames, ["contrasts"]).values()
+        for name, draw in finding.figures.items():
             with atomic_write(folder / f"{name}.svg") as temp_path:
-                temp_path.write_text(charts.make_svg_file(charts.draw_svg(charts.make_spec(figure))), encoding="utf-8")
+                temp_path.write_text(charts.make_svg_file(charts.draw_svg(charts.make_spec(draw()))), encoding="utf-8")
 
 
 if __name__ == "__main__":

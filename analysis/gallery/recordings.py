@@ -1,6 +1,7 @@
 """Recordings: the results of a study in four small files, which are read without the folders of its runs.
 
-`python -m analysis.gallery.recordings RUN NAME` records the study in a results/<run> folder.
+`python -m analysis.gallery.recordings RUN NAME` records the study in a results/<run> folder. With `--outcomes` it
+leaves out most columns of steps, and levels, for a study of which only outcomes are read.
 """
 
 import re
@@ -20,7 +21,7 @@ from analysis.data.frames import (
 )
 from analysis.data.load import read_study
 from analysis.data.schemas import get_family, get_schemas
-from trainable.config.command_lines import format_command
+from trainable.config.command_lines import quote_argument, split_words
 from trainable.files.json_values import format_object
 from trainable.files.paths import atomic_write
 from trainable.runs.study_record import STUDY_FILE, StudyRecord, read_record
@@ -33,18 +34,26 @@ _LEFT_OUT = re.compile(
     r"|collapse_(?!(first_turn|trajectory)_(mi_estimate|retrieval_accuracy)$)"
 )
 """Columns of steps that a recording leaves out: times, constants, and what the other columns give."""
+_CURVE_COLUMNS = ("trial_id", "run_id", "arm", "seed", "step", "cpu_seconds_step", "train_reward", "val_success")
+"""Columns of steps that a recording of outcomes keeps: its cost, and what tells whether runs are equal."""
+_PLACES = re.compile(r" --(output|wandb) \S+")
+"""Matches the options of a command that say where its results go."""
 
 
-def write_recording(frames: StudyFrames, folder: Path) -> int:
+def make_portable(command: str) -> str:
+    """Drop the options of a command that say where its results go, and what is above a folder of results in `out`."""
+    words = (re.sub(r"^.*/results/", "out/results/", word) for word in split_words(_PLACES.sub("", command)))
+    return " ".join(map(quote_argument, words))
+
+
+def write_recording(frames: StudyFrames, folder: Path, only_outcomes: bool = False) -> int:
     """Record a single study in `folder`, and return the size of its files in bytes.
 
     Measures of steps have the precision of float32. Settings that all runs share are in study.json alone.
+    only_outcomes: leave out levels, and of the steps all but their cost, rewards and validations.
     """
     (study,) = frames.studies
-    get_environment = frames.families[0].get_environment
-    game = get_environment(study.settings)
-    options = () if game == get_environment(study.defaults) else ("--env", game)
-    command = format_command("run", study.name, "--preset", study.preset, *options)
+    command = make_portable(study.command)
     # A recording tells no folder and no time of the machine that made it.
     study = replace(study, command=command, recorded=command, starts=(), looks=())
     constant_columns = {name for name in frames.trials if str(name).startswith(CONFIG_PREFIX)} - {
@@ -52,8 +61,10 @@ def write_recording(frames: StudyFrames, folder: Path) -> int:
     }
     tables = {
         "trials": frames.trials.drop(columns=[*constant_columns, "trial_id", "started_at", "ended_at"]),
-        "steps": frames.steps[[name for name in frames.steps if not _LEFT_OUT.match(name)]],
-        "levels": frames.levels,
+        "steps": frames.steps[
+            [name for name in frames.steps if (name in _CURVE_COLUMNS if only_outcomes else not _LEFT_OUT.match(name))]
+        ],
+        **({} if only_outcomes else {"levels": frames.levels}),
     }
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_write(folder / STUDY_FILE) as temp_path:
@@ -92,7 +103,8 @@ def read_recording(name: str | Path) -> StudyFrames:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
+    words = [word for word in sys.argv[1:] if word != "--outcomes"]
+    if len(words) != 2:
         sys.exit("Type the study to record and a name: python -m analysis.gallery.recordings out/results/RUN NAME")
-    size = write_recording(read_study(sys.argv[1]), RECORDINGS / sys.argv[2])
-    print(f"{RECORDINGS / sys.argv[2]}: {size:,} bytes")
+    size = write_recording(read_study(words[0]), RECORDINGS / words[1], "--outcomes" in sys.argv)
+    print(f"{RECORDINGS / words[1]}: {size:,} bytes")

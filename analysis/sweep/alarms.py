@@ -13,6 +13,7 @@ import pandas as pd
 
 from analysis.data.compare import SCORED_STATUSES, make_estimate_columns
 from analysis.data.frames import StudyFrames, to_records
+from analysis.data.schemas import Row
 from analysis.data.summaries import compute_late_mean
 from analysis.stats.estimates import NAN, wilson_interval
 from analysis.sweep.collapse import find_run_ends
@@ -108,6 +109,19 @@ def score_rules(alarms: pd.DataFrame) -> pd.DataFrame:
         row |= make_estimate_columns("false_fraction", wilson_interval(num_false, len(healthy)))
         rows.append(row | make_estimate_columns("lead", estimate_median_lead(leads)))
     return pd.DataFrame(rows)
+
+
+def format_score(row: Row) -> list[str]:
+    """Format a row of `score_rules`: announced collapses, their interval, lead, false alarms and their interval."""
+    lead = "-" if math.isnan(row["lead"]) else f"{row['lead']:g}"
+    interval = "" if math.isnan(row["lead_low"]) else f" [{row['lead_low']:g}, {row['lead_high']:g}]"
+    return [
+        f"{row['detected']} of {row['collapsed']}",
+        f"{row['detected_fraction_low']:.2f} to {row['detected_fraction_high']:.2f}",
+        lead + interval,
+        f"{row['false_alarms']} of {row['healthy']}",
+        f"{row['false_fraction_low']:.2f} to {row['false_fraction_high']:.2f}",
+    ]
 
 
 def choose_rules(alarms: pd.DataFrame) -> list[str]:

@@ -5,13 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
 from analysis.gallery import pages
 from analysis.gallery.budgets import cut_at_budgets
-from analysis.gallery.recordings import RECORDINGS, read_recording, write_recording
+from analysis.gallery.recordings import RECORDINGS, make_portable, read_recording, write_recording
 from analysis.gallery.transfer import compare_places
 from analysis.report.pages import summarize_study
 from analysis.sweep.contrasts import compute_contrasts
@@ -65,7 +66,7 @@ def test_a_recording_gives_the_same_verdicts_and_tells_nothing_of_the_machine(tm
         np.testing.assert_allclose(arm["high"], expected_arm["high"], atol=1e-6)
     assert summary["runs"] == expected["runs"]
     assert [run["collapsed"] for run in summary["runs"]].count(True) == 1
-    assert recorded.studies[0].command == "python -m tune_study run kl --preset laptop"
+    assert recorded.studies[0].command == "python -m tune_study run filter"
     for path in (tmp_path / "recorded").iterdir():
         assert str(frames.folders[0].parents[1]).encode() not in path.read_bytes()
 
@@ -109,8 +110,7 @@ def test_a_study_agrees_with_itself_and_disagrees_with_its_mirror(frames: StudyF
     assert (same["arms"], same["contrasts"]) == (3, 1)
     assert (same["rho"], same["same"], same["opposite"]) == (pytest.approx(1), 1, 0)
     assert (mirror["rho"], mirror["same"], mirror["opposite"]) == (pytest.approx(-1), 0, 1)
-    assert same["rho_low"] > mirror["rho_high"]
-    assert same["same_low"] > 0 == mirror["same_low"]
+    assert same["same_fraction_low"] > 0 == mirror["same_fraction_low"]
 
 
 TEMPLATE = """{% set s = record(FOLDER) %}
@@ -125,6 +125,20 @@ above the second ({{ s.p("a against b") }}).{% endset %}
 {{ s.arm_table() }}{% endset %}
 {% set limits %}* One game.{% endset %}
 """
+
+
+def test_a_recording_of_outcomes_gives_the_same_agreement_and_cost(frames: StudyFrames, tmp_path: Path) -> None:
+    whole_size, size = (write_recording(frames, tmp_path / str(only), only) for only in (False, True))
+    recorded = pages.Recorded("outcomes", read_recording(tmp_path / "True"))
+    assert size < whole_size
+    table = compare_places(frames, {"recorded": recorded.frames})
+    pd.testing.assert_frame_equal(table, compare_places(frames, {"recorded": frames}))
+    assert recorded.core_seconds == pytest.approx(frames.steps["cpu_seconds_step"].sum() / 2)
+
+
+def test_a_command_is_recorded_without_the_folders_of_its_machine() -> None:
+    command = "python -m tune_study fork '/some where/results/kl' --arm 0 --remedy 'low: actor.lr=1' --wandb off"
+    assert make_portable(command) == "python -m tune_study fork out/results/kl --arm 0 --remedy 'low: actor.lr=1'"
 
 
 def test_a_page_has_the_numbers_of_its_recording(frames: StudyFrames, tmp_path: Path) -> None:

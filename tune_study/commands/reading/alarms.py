@@ -1,6 +1,5 @@
 """The commands `alarms` and `replay-stoppers`: which alarm or stop rule would have announced recorded collapses."""
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from analysis.sweep.alarms import (
     compare_alarms,
     compare_detectors,
     find_distinct_ends,
+    format_score,
     replay_rules,
     score_rules,
 )
@@ -99,7 +99,7 @@ def print_alarms(console: Console, scores: Mapping[str, Any]) -> None:
         )
         print_line(console, nothing)
         return
-    print_table(console, ("alarm", *_SCORE_COLUMNS), [[row["rule"], *_format_score(row)] for row in scores["alarms"]])
+    print_table(console, ("alarm", *_SCORE_COLUMNS), [[row["rule"], *format_score(row)] for row in scores["alarms"]])
     runs, score = f"seeds below {first_test_seed}", "is scored on the other seeds"
     if not scores["scored_on_other_seeds"]:
         runs = "all runs"
@@ -114,7 +114,7 @@ def print_alarms(console: Console, scores: Mapping[str, Any]) -> None:
     )
     if others := scores["others"]:
         print_line(console, "")
-        rows = [[row["detector"], row["thresholds"], *_format_score(row), row["rule"]] for row in others]
+        rows = [[row["detector"], row["thresholds"], *format_score(row), row["rule"]] for row in others]
         print_table(console, ("detector", "thresholds", *_SCORE_COLUMNS, "rule"), rows)
         low, high = (f"{factor:g}" for factor in (min(THRESHOLD_FACTORS), max(THRESHOLD_FACTORS)))
         print_line(
@@ -123,18 +123,6 @@ def print_alarms(console: Console, scores: Mapping[str, Any]) -> None:
             f"stricter {low} to {high} times, and windows multiplied by {min(COUNT_FACTORS):g} to "
             f"{max(COUNT_FACTORS):g}, chosen and scored as above; no row where none could be chosen.",
         )
-
-
-def _format_score(row: Mapping[str, Any]) -> list[str]:
-    lead = "-" if math.isnan(row["lead"]) else f"{row['lead']:g}"
-    interval = "" if math.isnan(row["lead_low"]) else f" [{row['lead_low']:g}, {row['lead_high']:g}]"
-    return [
-        f"{row['detected']} of {row['collapsed']}",
-        f"{row['detected_fraction_low']:.2f} to {row['detected_fraction_high']:.2f}",
-        lead + interval,
-        f"{row['false_alarms']} of {row['healthy']}",
-        f"{row['false_fraction_low']:.2f} to {row['false_fraction_high']:.2f}",
-    ]
 
 
 def replay_folder(folder: Path, assignments: Sequence[str]) -> tuple[pd.DataFrame, dict[str, str]]:
@@ -216,7 +204,7 @@ def _format_rule(alarms: pd.DataFrame) -> list[str]:
     num_saved = alarms["steps_saved"].sum()
     return [
         *(rule, fires, str(counts.get("right", 0)), str(counts.get("unknown", 0))),
-        *(_format_score(scores[0]) if scores else "-----"),
+        *(format_score(scores[0]) if scores else "-----"),
         str(sum(alarms["recovered"].eq(True))),
         f"{num_saved} ({num_saved / alarms['steps'].sum():.1%})",
         str(sum(alarms["stop_rule"] == rule)),
