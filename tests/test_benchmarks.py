@@ -188,6 +188,7 @@ def test_the_share_is_operations_over_seconds_times_the_rate(
     assert figures == {"seconds": 2.0, "tflop": 5.0, "mfu": 0.25, "peak_gib": None}
 
 
+@pytest.mark.slow
 def test_a_model_agrees_with_transformers_however_it_is_trained(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128}  # multiples of 64, for weights in 4 bits
     folder = write_model(make_model("llama", ARCHITECTURES["llama"] | sizes, std=0.15), tmp_path)
@@ -258,6 +259,7 @@ def test_every_figure_of_the_table_is_printed_by_its_script(figures: ModuleType)
                 assert figures.find_value(result, row.keys) is not None, row
 
 
+@pytest.mark.slow
 def test_new_figures_stand_beside_the_last_ones(tmp_path: Path) -> None:
     path = tmp_path / "RESULTS.md"
     path.write_text(ROWS, encoding="utf-8")
@@ -328,6 +330,7 @@ def test_every_check_of_a_gpu_runs_or_says_what_is_missing(tmp_path: Path) -> No
     assert [json.loads(line) for line in (tmp_path / "checks.jsonl").read_text().splitlines()] == lines
 
 
+@pytest.mark.slow
 def test_checks_of_torch_need_torch_alone() -> None:
     blocker = (
         "import runpy, sys; "

@@ -169,6 +169,7 @@ def test_runs_that_wandb_has_written_and_resumed(tmp_path: Path) -> None:
     assert len(read_log(*files).rows) == 4
 
 
+@pytest.mark.slow
 def test_processes_write_one_study_at_the_same_time(tmp_path: Path) -> None:
     folder = tmp_path / "study"
 

@@ -61,6 +61,7 @@ def test_what_refuses_a_study_is_printed(tmp_path: Path) -> None:
         diagnose(tmp_path / "taken" / "below", "laptop")
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_says_why_and_leaves_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shadow_module(tmp_path, monkeypatch, "torch", "raise ImportError('no libcudart.so.99')")
     code, lines = diagnose(tmp_path, "laptop")
@@ -83,6 +84,7 @@ def test_a_folder_whose_sockets_would_have_too_long_paths_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_what_hangs_is_ended_with_the_processes_of_ray(
     tmp_path: Path, ray_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,6 +167,7 @@ tuner.fit()
 """
 
 
+@pytest.mark.slow
 def test_population_based_training_continues_from_the_donors_checkpoint(tmp_path: Path) -> None:
     run = f"{SCRIPT} --beta {{beta}} --seed {{seed}} --steps {{steps}} --output {{output}}"
     command = [sys.executable, "-c", PBT, str(tmp_path / "ray"), run]
