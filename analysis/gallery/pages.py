@@ -1,10 +1,11 @@
 """The pages of the gallery: each is a template whose every number comes from recorded studies.
 
-A template in templates/ sets `title`, `symptoms`, `verdict`, `claims`, `reading` and `limits`, in Markdown, and
-`estimates`, the minutes of two cores that were expected of each study that was trained for the page. It reads a
-recording with `record(NAME)`, a `Recorded`; `at_budgets` of one gives it at equal budgets, `Alarms` scores detectors on
-several, and `Transfer` compares studies with themselves elsewhere. The page ends with commands and costs. It shows the
-contrasts of the studies that were trained for it, or the charts in `figures`, by name, if the template sets that.
+A template in templates/ sets `title`, `symptoms`, `verdict`, `claims`, `reading` and `limits`, in Markdown; `advice`,
+what people advise, each with a recording and the contrasts that follow it; and `estimates`, the minutes of two cores
+that were expected of each study that was trained for the page. It reads a recording with `record(NAME)`, a `Recorded`;
+`at_budgets` of one gives it at equal budgets, `Alarms` scores detectors on several, and `Transfer` compares studies
+with themselves elsewhere. The page ends with commands and costs. It shows the contrasts of the studies that were
+trained for it, or the charts in `figures`, by name, if the template sets that.
 
 `python -m analysis.gallery.pages docs/findings` writes all pages again.
 """
@@ -38,6 +39,14 @@ from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from trainable.files.paths import atomic_write
 
+ANSWERS = {
+    "better": "holds",
+    "worse": "fails",
+    "equal": "no difference",
+    "no effect": "no difference",
+    "open": "open",
+}
+"""What the verdict on a contrast says of the advice that it follows."""
 TEMPLATES = Path(__file__).with_name("templates")
 
 
@@ -92,6 +101,11 @@ class Recorded:
     def verdict(self, contrast: str) -> str:
         """Name the verdict on a contrast: better, worse, equal, no effect or open."""
         return str(self.contrasts[contrast]["verdict"])
+
+    def judge(self, contrasts: Sequence[str]) -> tuple[str, str]:
+        """Say whether an advice holds that contrasts follow, and format their differences."""
+        answers = [ANSWERS[self.verdict(name)] for name in contrasts]
+        return ("; ".join(dict.fromkeys(answers)), "; ".join(map(self.difference, contrasts)))
 
     def table(self) -> str:
         """Make the Markdown table of all contrasts."""
@@ -153,8 +167,10 @@ class Recorded:
 
     @property
     def core_seconds(self) -> float:
-        """Seconds that two cores computed in the steps of all runs."""
-        return float(self.frames.steps["cpu_seconds_step"].sum()) / 2
+        """Seconds that two cores computed in the steps of all runs, but for those that a fork copies."""
+        steps, study = self.frames.steps, self.frames.studies[0]
+        is_computed = steps["step"] > steps["arm"].astype(str).map(study.get_fork_step)
+        return float(steps.loc[is_computed, "cpu_seconds_step"].sum()) / 2
 
     def draw_contrasts(self) -> alt.TopLevelMixin:
         """Draw the differences of all contrasts."""
@@ -272,6 +288,8 @@ class Finding:
     """What a reader sees who needs the page, as phrases separated by semicolons."""
     verdict: str
     """One sentence."""
+    advice: Sequence[tuple[str, str, str]]
+    """What people advise, whether it holds here, and the differences if it is followed."""
     page: str
     """The whole page in Markdown."""
     trained: dict[str, Recorded] = field(repr=False)
@@ -313,7 +331,9 @@ def make_finding(path: Path) -> Finding:
     trained = {name: recorded for name, recorded in records.items() if name in module.estimates}
     figures = getattr(module, "figures", {name: recorded.draw_contrasts for name, recorded in trained.items()})
     page = _compose_page(texts, records, list(figures), module.estimates)
-    return Finding(path.stem, texts["title"], texts["symptoms"], texts["verdict"], page, trained, figures)
+    title, symptoms, verdict = (texts[name] for name in ("title", "symptoms", "verdict"))
+    advice = [(text, *recorded.judge(contrasts)) for text, recorded, *contrasts in module.advice]
+    return Finding(path.stem, title, symptoms, verdict, advice, page, trained, figures)
 
 
 def _compose_page(
@@ -387,6 +407,10 @@ def make_index(findings: Sequence[Finding]) -> str:
         ("what you see", "page", "verdict"),
         *((finding.symptoms, f"[{finding.title}]({finding.name}.md)", finding.verdict) for finding in findings),
     ]
+    advice = [
+        ("advice", "here", "difference in success", "page"),
+        *((*row, f"[{finding.name}]({finding.name}.md)") for finding in findings for row in finding.advice),
+    ]
     seconds = sum(recorded.core_seconds for finding in findings for recorded in finding.trained.values())
     runs = sum(len(recorded.frames.trials) for finding in findings for recorded in finding.trained.values())
     return f"""# Findings that answer with evidence
@@ -397,6 +421,13 @@ pages are about tiny policies in small games, and confirm nothing about larger o
 `{format_command("findings", "collapse")}` searches the pages.
 
 {make_table(lines, "---")}
+
+## Advice, and what became of it here
+
+Numbers are differences in success at the end if the advice is followed, with 95 % intervals. Whether it *holds*,
+*fails* or is *open* follows Holm's p of its study.
+
+{make_table(advice, "---")}
 """
 
 

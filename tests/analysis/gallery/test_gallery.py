@@ -117,6 +117,7 @@ TEMPLATE = """{% set s = record(FOLDER) %}
 {% set estimates = {FOLDER: 2} %}
 {% set title = "Filters" %}
 {% set symptoms = "updates are noisy; groups are dropped" %}
+{% set advice = [("Take the first.", s, "a against b")] %}
 {% set verdict %}The first ends {{ s.difference("a against b") }}
 above the second ({{ s.p("a against b") }}).{% endset %}
 {% set claims %}* Somebody says so.{% endset %}
@@ -163,6 +164,7 @@ def test_a_page_has_the_numbers_of_its_recording(frames: StudyFrames, tmp_path: 
     index = pages.make_index([finding])
     assert f"[Filters](filters.md) | {finding.verdict} |" in index
     assert "9 recorded runs" in index
+    assert f"| Take the first. | holds | {number} | [filters](filters.md) |" in index
 
 
 @pytest.mark.slow
