@@ -58,11 +58,14 @@ class Recorded:
     frames: StudyFrames
 
     @cached_property
-    def contrasts(self) -> dict[str, Row]:
-        """The rows of `contrasts.compute_contrasts` for the primary outcome, by contrast."""
+    def contrasts(self) -> dict[tuple[str, str], Row]:
+        """The rows of `contrasts.compute_contrasts`, by contrast and outcome."""
+        return {(row["contrast"], row["column"]): row for row in to_records(compute_contrasts(self.frames))}
+
+    def get_contrast(self, contrast: str, column: str = "") -> Row:
+        """Return the row of a contrast for an outcome, by default the primary one."""
         (family,) = self.frames.families
-        table = compute_contrasts(self.frames)
-        return {row["contrast"]: row for row in to_records(table[table["column"] == family.primary_column])}
+        return self.contrasts[contrast, column or family.primary_column]
 
     @cached_property
     def arms(self) -> dict[str, Row]:
@@ -88,19 +91,23 @@ class Recorded:
         rows = [self.collapses[arm] for arm in arms]
         return f"{sum(row['collapsed'] for row in rows)} of {sum(row['runs'] for row in rows)}"
 
-    def difference(self, contrast: str) -> str:
+    def gap(self, arm: str, other: str) -> str:
+        """Format the success of an arm minus that of another one, which describes and does not test."""
+        return format_signed(self.arms[arm]["late_val_success"] - self.arms[other]["late_val_success"])
+
+    def difference(self, contrast: str, column: str = "") -> str:
         """Format the difference of a contrast with its interval: `+0.048 [−0.113, +0.209]`."""
-        row = self.contrasts[contrast]
+        row = self.get_contrast(contrast, column)
         interval = format_interval(row["difference_low"], row["difference_high"])
         return f"{format_signed(row['difference'])} {interval}"
 
-    def p(self, contrast: str) -> str:
+    def p(self, contrast: str, column: str = "") -> str:
         """Format the p-value of a contrast, corrected with Holm's method over all contrasts of the study."""
-        return format_p_value(self.contrasts[contrast]["p_holm"])
+        return format_p_value(self.get_contrast(contrast, column)["p_holm"])
 
     def verdict(self, contrast: str) -> str:
         """Name the verdict on a contrast: better, worse, equal, no effect or open."""
-        return str(self.contrasts[contrast]["verdict"])
+        return str(self.get_contrast(contrast)["verdict"])
 
     def judge(self, contrasts: Sequence[str]) -> tuple[str, str]:
         """Say whether an advice holds that contrasts follow, and format their differences."""
@@ -113,7 +120,7 @@ class Recorded:
             ("contrast", "difference in success", "Holm's p", "verdict", "collapsed runs"),
             *(
                 (name, self.difference(name), self.p(name)[2:], self.verdict(name), self._compare_collapses(name))
-                for name in self.contrasts
+                for name in dict.fromkeys(name for name, _ in self.contrasts)
             ),
         ]
         return make_table(lines)
@@ -153,12 +160,10 @@ class Recorded:
             if str(values[column]) != str(others[column])
         )
 
-    def mean_column(self, column: str, arm: str, last: int = 10) -> float:
-        """Compute the mean of a column over the last steps of each run of an arm, and over its runs."""
-        steps = self.frames.steps[self.frames.steps["arm"] == arm]
-        return float(
-            steps.groupby("run_id", observed=True)[column].apply(lambda values: values.tail(last).mean()).mean()
-        )
+    def mean_column(self, column: str, arm: str, first: int = 0, last: int = 10) -> float:
+        """Compute the mean of a column over the last steps of each run of an arm, or the `first`, and over its runs."""
+        runs = self.frames.steps[self.frames.steps["arm"] == arm].groupby("run_id", observed=True)[column]
+        return float(runs.apply(lambda values: (values.head(first) if first else values.tail(last)).mean()).mean())
 
     def share_above(self, column: str, arm: str, threshold: float) -> float:
         """Compute the share of an arm's steps whose value in a column is above a threshold."""
@@ -425,7 +430,7 @@ pages are about tiny policies in small games, and confirm nothing about larger o
 ## Advice, and what became of it here
 
 Numbers are differences in success at the end if the advice is followed, with 95 % intervals. Whether it *holds*,
-*fails* or is *open* follows Holm's p of its study.
+*fails* or is *open* follows p after Holm's correction in its study, so that *open* may go with an interval without 0.
 
 {make_table(advice, "---")}
 """
