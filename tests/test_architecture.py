@@ -241,7 +241,7 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "trainable.sources.event_files": ("tensorboardX", "google"),
     "trainable.sources.tf_records": ("numpy",),
     "trainable.sources.wandb_files": ("wandb",),
-    "analysis.gallery": ("jinja2", "numpy", "pandas", "scipy"),
+    "analysis.gallery": ("altair", "jinja2", "numpy", "pandas"),
     "analysis.report": ("altair", "jinja2", "markupsafe", "numpy", "pandas"),
     # tensorboardX is Ray Tune's.
     "tune_study": (
