@@ -16,7 +16,7 @@ from tests.test_architecture import MODULES, PACKAGES, ROOT, list_nodes
 from tune_study.demo.archive import unpack
 
 STATEMENTS: Mapping[str, int] = {
-    "analysis": 6126,
+    "analysis": 6130,
     "sandboxes": 4252,
     "search_spaces": 488,
     "trainable": 11709,

@@ -165,6 +165,12 @@ class Recorded:
         runs = self.frames.steps[self.frames.steps["arm"] == arm].groupby("run_id", observed=True)[column]
         return float(runs.apply(lambda values: (values.head(first) if first else values.tail(last)).mean()).mean())
 
+    def count_below(self, column: str, arm: str, step: int, threshold: float) -> str:
+        """Format in how many runs of an arm a column is below a threshold at a step: `2 of 5`."""
+        steps = self.frames.steps
+        values = steps.loc[(steps["arm"] == arm) & (steps["step"] == step), column]
+        return f"{(values < threshold).sum()} of {len(values)}"
+
     def share_above(self, column: str, arm: str, threshold: float) -> float:
         """Compute the share of an arm's steps whose value in a column is above a threshold."""
         steps = self.frames.steps[self.frames.steps["arm"] == arm]
