@@ -30,7 +30,7 @@ from analysis.gallery.budgets import cut_at_budgets
 from analysis.gallery.recordings import read_recording
 from analysis.gallery.transfer import compare_places
 from analysis.report.pages import draw_figures
-from analysis.sweep.alarms import compare_alarms, compare_detectors, find_distinct_ends, format_score
+from analysis.sweep.alarms import compare_alarms, compare_detectors, format_score
 from analysis.sweep.collapse import count_collapses
 from analysis.sweep.contrasts import compute_contrasts
 from analysis.sweep.tables import summarize_arms
@@ -101,9 +101,9 @@ class Recorded:
         interval = format_interval(row["difference_low"], row["difference_high"])
         return f"{format_signed(row['difference'])} {interval}"
 
-    def p(self, contrast: str, column: str = "") -> str:
+    def p(self, contrast: str) -> str:
         """Format the p-value of a contrast, corrected with Holm's method over all contrasts of the study."""
-        return format_p_value(self.get_contrast(contrast, column)["p_holm"])
+        return format_p_value(self.get_contrast(contrast)["p_holm"])
 
     def verdict(self, contrast: str) -> str:
         """Name the verdict on a contrast: better, worse, equal, no effect or open."""
@@ -207,12 +207,6 @@ class Alarms:
         ours = [{"detector": row["rule"].split()[0], "thresholds": "ours", **row} for row in to_records(table)]
         others = to_records(compare_detectors(frames, self.first_test_seed))
         return {(row["detector"], row["thresholds"]): row for row in (*ours, *others)}
-
-    def count_runs(self, *, is_test: bool, is_collapse: bool) -> int:
-        """Count different runs: those on which rules are scored or chosen, with or without a collapse."""
-        ends = pd.concat(find_distinct_ends([recorded.frames for recorded in self.records]))
-        is_counted = (ends["seed"] >= self.first_test_seed).eq(is_test) & ends["is_collapse"].eq(is_collapse)
-        return int(is_counted.sum())
 
     def table(self) -> str:
         """Make the Markdown table of all detectors, those with the most announced collapses first."""

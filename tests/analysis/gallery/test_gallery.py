@@ -137,6 +137,33 @@ def test_a_recording_of_outcomes_gives_the_same_agreement_and_cost(frames: Study
     assert recorded.core_seconds == pytest.approx(frames.steps["cpu_seconds_step"].sum() / 2)
 
 
+def test_quoted_numbers_are_those_of_the_rows(frames: StudyFrames) -> None:
+    recorded = pages.Recorded("study", frames)
+    steps = frames.steps[frames.steps["arm"] == "a-long"]
+    for first, is_used in ((0, steps["step"] > 50), (10, steps["step"] <= 10)):
+        assert recorded.mean_column("train_reward", "a-long", first) == pytest.approx(
+            steps[is_used]["train_reward"].mean()
+        )
+    assert recorded.count_below("seed", "a-long", 60, 2) == "2 of 3"
+    assert recorded.count_below("val_success", "none", 60, 1.1) == "0 of 0", "its runs end at step 30"
+    means = [frames.runs_by_arm[arm]["late_val_success"].mean() for arm in ("a-long", "b-long")]
+    assert recorded.gap("a-long", "b-long") == f"{means[0] - means[1]:+.3f}"
+    assert recorded.judge(["a against b"])[0] == "holds"
+
+
+def test_the_table_of_a_transfer_has_a_row_per_study_and_place(frames: StudyFrames) -> None:
+    trials = frames.trials.assign(late_val_success=1 - frames.trials["late_val_success"])
+    here, mirror = pages.Recorded("here", frames), pages.Recorded("mirror", replace(frames, trials=trials))
+    transfer = pages.Transfer({"filters": {"here": here, "there": here, "mirror": mirror}})
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in transfer.table().splitlines()[2:]]
+    assert [(row[0], row[1], row[2], row[4], row[6]) for row in rows] == [
+        ("filters", "there", "3", "1 of 1", "0"),
+        ("filters", "mirror", "3", "0 of 1", "1"),
+    ]
+    assert rows[0][3].startswith("+1.00")
+    assert rows[1][3].startswith("−1.00")
+
+
 def test_a_command_is_recorded_without_the_folders_of_its_machine() -> None:
     command = "python -m tune_study fork '/some where/results/kl' --arm 0 --remedy 'low: actor.lr=1' --wandb off"
     assert make_portable(command) == "python -m tune_study fork out/results/kl --arm 0 --remedy 'low: actor.lr=1'"
