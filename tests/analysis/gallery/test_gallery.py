@@ -16,6 +16,7 @@ from analysis.gallery.recordings import RECORDINGS, make_portable, read_recordin
 from analysis.gallery.transfer import compare_places
 from analysis.report.pages import summarize_study
 from analysis.sweep.contrasts import compute_contrasts
+from tests.analysis.sweep.test_symptoms import write_collapse
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
 DOCS = Path(__file__).parents[3] / "docs" / "findings"
@@ -162,6 +163,18 @@ def test_the_table_of_a_transfer_has_a_row_per_study_and_place(frames: StudyFram
     ]
     assert rows[0][3].startswith("+1.00")
     assert rows[1][3].startswith("−1.00")
+
+
+def test_the_table_of_alarms_begins_with_the_one_that_announces_most(tmp_path: Path) -> None:
+    recorded = pages.Recorded("collapse", load(write_collapse(tmp_path, (10, 12, 14, 9))))
+    alarms = pages.Alarms([recorded], first_test_seed=2)
+    rows = [line.split(" | ") for line in alarms.table().splitlines()[2:]]
+    announced = [int(row[2].split(" of ")[0]) for row in rows]
+    assert announced == sorted(announced, reverse=True)
+    assert announced[0] == alarms.rows["reward_std", "ours"]["detected"] == 2
+    assert ("EvalStop", "published") not in alarms.rows, "its number of declines is only tuned"
+    with pytest.raises(ValueError, match="no collapse"):
+        _ = pages.Alarms([recorded], first_test_seed=5).rows
 
 
 def test_a_command_is_recorded_without_the_folders_of_its_machine() -> None:
