@@ -16,11 +16,11 @@ from tests.test_architecture import MODULES, PACKAGES, ROOT, list_nodes
 from tune_study.demo.archive import unpack
 
 STATEMENTS: Mapping[str, int] = {
-    "analysis": 6130,
+    "analysis": 6126,
     "sandboxes": 4252,
     "search_spaces": 488,
     "trainable": 11709,
-    "tune_study": 6980,
+    "tune_study": 6978,
 }
 """Package -> most statements, docstrings left out.
 
