@@ -69,17 +69,19 @@ def find_alarms(studies: Sequence[StudyFrames], rules: Sequence[AlarmRule | Dete
     (see `collapse.find_run_ends`), alarm_step (NaN if the alarm does not fire).
     """
     rows = []
+    columns = {rule.column for rule in rules if isinstance(rule, AlarmRule)}
     for frames, ends in zip(studies, find_distinct_ends(studies), strict=True):
         for run in to_records(ends[ends["status"].isin(SCORED_STATUSES)]):
-            steps = frames.get_run_steps(run["run_id"])
-            measures = make_measures(steps)
+            table = frames.get_run_steps(run["run_id"])
+            measures, steps = make_measures(table), table["step"].to_list()
+            series = {name: table[name].astype(float).to_list() for name in columns if name in table}
             for rule in rules:
                 if isinstance(rule, Detector):
                     if not measures.keys() >= set(rule.measures):
                         continue
                     column, alarm_step = rule.name, rule.find_step(measures)
-                elif rule.column in steps and steps[rule.column].notna().any():
-                    decision = find_alarm(steps["step"], steps[rule.column].astype(float), rule)
+                elif not all(map(math.isnan, values := series.get(rule.column, ()))):
+                    decision = find_alarm(steps, values, rule)
                     column, alarm_step = rule.column, decision.step if decision else None
                 else:
                     continue
