@@ -4,8 +4,8 @@ A template in templates/ sets `title`, `symptoms`, `verdict`, `claims`, `reading
 what people advise, each with a recording and the contrasts that follow it; and `estimates`, the minutes of two cores
 that were expected of each study that was trained for the page. It reads a recording with `record(NAME)`, a `Recorded`;
 `at_budgets` of one gives it at equal budgets, `Alarms` scores detectors on several, and `Transfer` compares studies
-with themselves elsewhere. The page ends with commands and costs. It shows the contrasts of the studies that were
-trained for it, or the charts in `figures`, by name, if the template sets that.
+with themselves elsewhere. The page ends with commands and costs, the commands in `preparation` first. It shows the
+contrasts of the studies that were trained for it, or the charts in `figures`, by name, if the template sets that.
 
 `python -m analysis.gallery.pages docs/findings` writes all pages again.
 """
@@ -165,11 +165,11 @@ class Recorded:
         runs = self.frames.steps[self.frames.steps["arm"] == arm].groupby("run_id", observed=True)[column]
         return float(runs.apply(lambda values: (values.head(first) if first else values.tail(last)).mean()).mean())
 
-    def count_below(self, column: str, arm: str, step: int, threshold: float) -> str:
-        """Format in how many runs of an arm a column is below a threshold at a step: `2 of 5`."""
-        steps = self.frames.steps
-        values = steps.loc[(steps["arm"] == arm) & (steps["step"] == step), column]
-        return f"{(values < threshold).sum()} of {len(values)}"
+    def by_seed(self, column: str, arm: str, step: int | None = None) -> dict[int, float]:
+        """Return by seed a column of an arm's runs, or of a step of them. Seeds ascend."""
+        rows = self.frames.trials if step is None else self.frames.steps[self.frames.steps["step"] == step]
+        values = rows[rows["arm"] == arm].set_index("seed")[column].sort_index()
+        return {int(seed): float(value) for seed, value in values.items()}
 
     def share_above(self, column: str, arm: str, threshold: float) -> float:
         """Compute the share of an arm's steps whose value in a column is above a threshold."""
@@ -335,6 +335,7 @@ def make_finding(path: Path) -> Finding:
     texts["verdict"] = re.sub(r"\s+", " ", texts["verdict"])
     trained = {name: recorded for name, recorded in records.items() if name in module.estimates}
     figures = getattr(module, "figures", {name: recorded.draw_contrasts for name, recorded in trained.items()})
+    texts["preparation"] = getattr(module, "preparation", "")
     page = _compose_page(texts, records, list(figures), module.estimates)
     title, symptoms, verdict = (texts[name] for name in ("title", "symptoms", "verdict"))
     advice = [(text, *recorded.judge(contrasts)) for text, recorded, *contrasts in module.advice]
@@ -348,7 +349,7 @@ def _compose_page(
     estimates: Mapping[str, float],
 ) -> str:
     studies = [(recorded, recorded.frames.studies[0]) for recorded in records.values()]
-    commands = "\n".join(study.command for _, study in studies)
+    commands = "\n".join(filter(None, (texts["preparation"], *(study.command for _, study in studies))))
     costs = "\n".join(
         f"* `{study.command}`: {count_nouns(len(recorded.frames.trials), 'run')}, {recorded.core_seconds:,.0f} seconds "
         f"of two cores ({60 * estimates[recorded.name]:,.0f} were expected)."

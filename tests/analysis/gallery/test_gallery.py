@@ -145,8 +145,9 @@ def test_quoted_numbers_are_those_of_the_rows(frames: StudyFrames) -> None:
         assert recorded.mean_column("train_reward", "a-long", first) == pytest.approx(
             steps[is_used]["train_reward"].mean()
         )
-    assert recorded.count_below("seed", "a-long", 60, 2) == "2 of 3"
-    assert recorded.count_below("val_success", "none", 60, 1.1) == "0 of 0", "its runs end at step 30"
+    ends = recorded.by_seed("val_success", "none", 30)
+    assert ends == {seed: pytest.approx(recorded.by_seed("final_val_success", "none")[seed]) for seed in range(3)}
+    assert recorded.by_seed("val_success", "none", 60) == {}, "its runs end at step 30"
     means = [frames.runs_by_arm[arm]["late_val_success"].mean() for arm in ("a-long", "b-long")]
     assert recorded.gap("a-long", "b-long") == f"{means[0] - means[1]:+.3f}"
     assert recorded.judge(["a against b"])[0] == "holds"
