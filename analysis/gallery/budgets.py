@@ -1,4 +1,4 @@
-"""Runs that are read where they have spent what the baseline spent: training steps, optimizer steps or tokens."""
+"""Runs that are read where they have spent what the baseline spent: steps, updates, or trained or sampled tokens."""
 
 from dataclasses import replace
 
@@ -6,21 +6,30 @@ import numpy as np
 import pandas as pd
 
 from analysis.data.frames import StudyFrames, to_records
-from analysis.data.summaries import compute_late_mean
+from analysis.data.summaries import LATE_EVALUATIONS
+from analysis.stats.estimates import Floats
 from trainable.runs.study_record import DeclaredContrast
 
-LONG = "-long"
-"""The end of the name of an arm that trains longer than the baseline, to be read at its budgets."""
-BUDGETS = {"training steps": None, "optimizer steps": "optimizer_steps", "trained tokens": "trained_tokens"}
-"""For each budget, the column of steps that adds up to it; None for the number of steps."""
+LONG, REFILLED = "-long", "-refilled"
+"""Ends of the names of arms that train longer than the baseline, and that sample more in each step."""
+BUDGETS: dict[str, tuple[str, str | None]] = {
+    "training steps": (LONG, None),
+    "optimizer steps": (LONG, "optimizer_steps"),
+    "trained tokens": (LONG, "trained_tokens"),
+    "sampled tokens": (REFILLED, "sampled_tokens"),
+}
+"""For each budget, the arms that are read at it, and the column of steps that adds up to it (None: their number)."""
+TOTALS = ("optimizer_steps", "env_steps", "sampled_tokens", "trained_tokens")
 
 
 def cut_at_budgets(frames: StudyFrames) -> StudyFrames:
-    """Replace each run of a long arm by one run per budget, which ends where it has spent what the baseline spent.
+    """Add for each budget runs that end where they have spent what the baseline spent, and drop the long runs.
 
-    The baseline's run of the same seed sets the budget. A long run that never reaches it, or whose baseline has not
-    completed, is left out. Contrasts compare each new arm, such as `0.9 at equal optimizer steps`, with the baseline.
-    Of the outcomes only `late_val_success` is computed again; the others are missing in the new arms.
+    The baseline's run of the same seed sets the budget. A run that never reaches it, or whose baseline has not
+    completed, has no such run. Contrasts compare each new arm, such as `0.9 at equal optimizer steps`, with the
+    baseline. Of the outcomes only `late_val_success` is computed again; the others are missing in the new arms. It is
+    the mean of the run's curve, interpolated where it has spent what the baseline had spent at its last validations:
+    the last validations before the cut would lie too early in the curve of a run that makes fewer steps.
     """
     (study,) = frames.studies
     runs = to_records(frames.runs[frames.runs["status"] == "completed"])
@@ -32,23 +41,23 @@ def cut_at_budgets(frames: StudyFrames) -> StudyFrames:
     trials = [frames.trials[others]]
     steps, levels = ([table[table["run_id"].isin(kept_ids)]] for table in (frames.steps, frames.levels))
     arms = []
-    for budget, column in BUDGETS.items():
+    for budget, (ending, column) in BUDGETS.items():
         for run in runs:
-            if not run["arm"].endswith(LONG) or run["seed"] not in baselines:
+            if not run["arm"].endswith(ending) or run["seed"] not in baselines:
                 continue
             rows, baseline_rows = steps_by_run[run["run_id"]], steps_by_run[baselines[run["seed"]]]
-            spent, limit = (
-                np.arange(1, len(table) + 1) if column is None else table[column].to_numpy().cumsum()
-                for table in (rows, baseline_rows)
-            )
-            if spent[-1] < limit[-1]:
+            spent, limits = (spend(table, column) for table in (rows, baseline_rows))
+            if spent[-1] < limits[-1]:
                 continue
-            cut_rows = rows[: int(np.searchsorted(spent, limit[-1])) + 1]
+            cut_rows = rows[: int(np.searchsorted(spent, limits[-1])) + 1]
             arm = f"{run['arm'].removesuffix(LONG)} at equal {budget}"
             names = {"arm": arm, "run_id": f"{arm} {run['seed']}"}
-            curve = [(row["step"], row["val_success"]) for row in to_records(cut_rows.dropna(subset="val_success"))]
+            places, values = spent[rows["val_success"].notna()], rows["val_success"].dropna()
+            late_limits = limits[baseline_rows["val_success"].notna()][-LATE_EVALUATIONS:]
+            curve = np.interp(late_limits, [0, *places], [run["base_val_success"], *values])
             last_step = int(cut_rows["step"].iloc[-1])
-            outcomes = {"late_val_success": compute_late_mean(curve, None), "steps_done": last_step}
+            outcomes = {"late_val_success": curve.mean(), "steps_done": last_step}
+            outcomes |= {f"total_{name}": cut_rows[name].sum() for name in TOTALS}
             trial = frames.trials[frames.trials["run_id"] == run["run_id"]]
             missing = {name: np.nan for name in study.outcomes if name != "late_val_success"}
             trials.append(trial.assign(**names, **missing, **outcomes, steps_total=last_step))
@@ -68,3 +77,8 @@ def cut_at_budgets(frames: StudyFrames) -> StudyFrames:
         levels=pd.concat(levels, ignore_index=True),
         study=replace(study, axis=axis, contrasts=(*study.contrasts, *contrasts)),
     )
+
+
+def spend(rows: pd.DataFrame, column: str | None) -> Floats:
+    """Add up what a run has spent after each of its steps (n,): a column of `rows`, or the steps themselves."""
+    return np.arange(1.0, len(rows) + 1) if column is None else rows[column].to_numpy(dtype=float).cumsum()
