@@ -52,9 +52,8 @@ def cut_at_budgets(frames: StudyFrames) -> StudyFrames:
             cut_rows = rows[: int(np.searchsorted(spent, limits[-1])) + 1]
             arm = f"{run['arm'].removesuffix(LONG)} at equal {budget}"
             names = {"arm": arm, "run_id": f"{arm} {run['seed']}"}
-            places, values = spent[rows["val_success"].notna()], rows["val_success"].dropna()
             late_limits = limits[baseline_rows["val_success"].notna()][-LATE_EVALUATIONS:]
-            curve = np.interp(late_limits, [0, *places], [run["base_val_success"], *values])
+            curve = read_curve(rows, run["base_val_success"], late_limits, column)
             last_step = int(cut_rows["step"].iloc[-1])
             outcomes = {"late_val_success": curve.mean(), "steps_done": last_step}
             outcomes |= {f"total_{name}": cut_rows[name].sum() for name in TOTALS}
@@ -82,3 +81,10 @@ def cut_at_budgets(frames: StudyFrames) -> StudyFrames:
 def spend(rows: pd.DataFrame, column: str | None) -> Floats:
     """Add up what a run has spent after each of its steps (n,): a column of `rows`, or the steps themselves."""
     return np.arange(1.0, len(rows) + 1) if column is None else rows[column].to_numpy(dtype=float).cumsum()
+
+
+def read_curve(rows: pd.DataFrame, success_before: float, places: Floats, column: str | None) -> Floats:
+    """Interpolate a run's sampled validations (n,) where it has spent what `places` (n,) say (see `spend`)."""
+    is_validated = rows["val_success"].notna()
+    spent, values = spend(rows, column)[is_validated], rows.loc[is_validated, "val_success"]
+    return np.interp(places, [0, *spent], [success_before, *values])

@@ -20,13 +20,14 @@ from typing import Any
 
 import altair as alt
 import jinja2
+import numpy as np
 import pandas as pd
 
 from analysis.charts import chart as charts
 from analysis.charts.curves import draw_intervals
 from analysis.data.frames import CONFIG_PREFIX, StudyFrames, list_differing_settings, to_records
 from analysis.data.schemas import Row
-from analysis.gallery.budgets import cut_at_budgets
+from analysis.gallery.budgets import cut_at_budgets, read_curve
 from analysis.gallery.recordings import read_recording
 from analysis.gallery.transfer import compare_places
 from analysis.report.pages import draw_figures
@@ -170,6 +171,15 @@ class Recorded:
         rows = self.frames.trials if step is None else self.frames.steps[self.frames.steps["step"] == step]
         values = rows[rows["arm"] == arm].set_index("seed")[column].sort_index()
         return {int(seed): float(value) for seed, value in values.items()}
+
+    def success_at(self, arm: str, place: float, column: str | None = None) -> float:
+        """Compute the success of an arm where its runs have spent `place` (see `budgets.spend`), on average."""
+        runs = self.frames.runs_by_arm[arm]
+        curves = [
+            read_curve(self.frames.get_run_steps(run["run_id"]), run["base_val_success"], np.array([place]), column)
+            for run in to_records(runs)
+        ]
+        return float(np.mean(curves))
 
     def share_above(self, column: str, arm: str, threshold: float) -> float:
         """Compute the share of an arm's steps whose value in a column is above a threshold."""

@@ -149,6 +149,8 @@ def test_quoted_numbers_are_those_of_the_rows(frames: StudyFrames) -> None:
     ends = recorded.by_seed("val_success", "none", 30)
     assert ends == {seed: pytest.approx(recorded.by_seed("final_val_success", "none")[seed]) for seed in range(3)}
     assert recorded.by_seed("val_success", "none", 60) == {}, "its runs end at step 30"
+    assert recorded.success_at("none", 30) == pytest.approx(np.mean(list(ends.values())))
+    assert recorded.success_at("none", 60, "optimizer_steps") == pytest.approx(recorded.success_at("none", 15))
     means = [frames.runs_by_arm[arm]["late_val_success"].mean() for arm in ("a-long", "b-long")]
     assert recorded.gap("a-long", "b-long") == f"{means[0] - means[1]:+.3f}"
     assert recorded.judge(["a against b"])[0] == "holds"
