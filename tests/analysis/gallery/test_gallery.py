@@ -224,5 +224,6 @@ def test_pages_recordings_and_figures_belong_together() -> None:
         name for path in pages.TEMPLATES.glob("*.md") for name in re.findall(r'record\("(.+?)"\)', path.read_text())
     }
     assert {path.name for path in RECORDINGS.iterdir()} == used
-    assert {path.stem for path in DOCS.glob("*.svg")} >= used
+    shown = {name for path in DOCS.glob("*.md") for name in re.findall(r"\]\((.+?\.svg)\)", path.read_text())}
+    assert {path.name for path in DOCS.glob("*.svg")} == shown
     assert sum(path.stat().st_size for path in RECORDINGS.glob("*/*")) <= MAX_BYTES
