@@ -31,7 +31,7 @@ from analysis.gallery.budgets import cut_at_budgets, read_curve
 from analysis.gallery.recordings import read_recording
 from analysis.gallery.transfer import compare_places
 from analysis.report.pages import draw_figures
-from analysis.sweep.alarms import compare_alarms, compare_detectors, format_score
+from analysis.sweep.alarms import compare_alarms, compare_detectors, find_distinct_ends, format_score
 from analysis.sweep.collapse import count_collapses
 from analysis.sweep.contrasts import compute_contrasts
 from analysis.sweep.tables import summarize_arms
@@ -206,6 +206,12 @@ class Alarms:
     records: Sequence[Recorded]
     first_test_seed: int
     """Thresholds are chosen on the runs of lower seeds, and scored on the others."""
+
+    @property
+    def ends(self) -> pd.DataFrame:
+        """The rows of `alarms.find_distinct_ends` of the runs on which alarms are scored."""
+        ends = pd.concat(find_distinct_ends([recorded.frames for recorded in self.records]))
+        return ends[ends["seed"] >= self.first_test_seed]
 
     @cached_property
     def rows(self) -> dict[tuple[str, str], Row]:
