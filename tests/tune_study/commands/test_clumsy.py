@@ -182,7 +182,6 @@ WRONG: list[tuple[str, str]] = [
     (f"{LAPTOP} --storage s3://me:secret@bucket/x", "contains a user name with a password"),
     (f"{LAPTOP} --output {'x' * 300}", "type shorter values, a shorter --model or --output"),
     (f"{LAPTOP} --max-seeds 3", "--max-seeds belongs to --until-resolved: type both, or neither."),
-    (f"{LAPTOP} --accept-changed-file", "which no file declares: leave it out"),
     ("run kl --preset laptop --address nowhere:1", "type host:port, as `ray start` printed it"),
     ("run kl --preset laptop --output FILE/x", "type another folder"),
     ("settings nosuchstudy", "type one of them, for example `python -m tune_study run kl`"),

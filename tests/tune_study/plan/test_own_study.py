@@ -154,7 +154,7 @@ def test_what_is_tested_stays_that_of_the_first_start(tmp_path: Path) -> None:
         contrasts = {contrast: (("3e-4", "1e-4"),)}
         axis = Axis("actor.lr", {"laptop": ("1e-4", "3e-4")})
         study = Study("my-lr", PPO, "?", axis, {}, baseline=baseline, contrasts=contrasts)
-        return OwnStudy(study, StudySource("lr.py", text, accepts_change=True))
+        return OwnStudy(study, StudySource("lr.py", text))
 
     def start(own_study: OwnStudy) -> Path:
         plan = plan_study(tmp_path, None, study=own_study.study)
