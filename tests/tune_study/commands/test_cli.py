@@ -135,27 +135,6 @@ def test_the_documents_show_the_plan_as_it_is_printed(work_dir: Path) -> None:
         assert all(plan_text in out for plan_text in plan_texts)
 
 
-@pytest.mark.parametrize(
-    ("options", "types"),
-    [
-        ("paper", "bfloat16, logits in bfloat16, weights"),
-        (
-            "paper --set model.dtype=float16 --set model.loss_scale=1024 --set model.head_dtype=float32",
-            "float16, losses scaled by 1024, logits in float32, weights",
-        ),
-        (
-            "laptop --set model.lora_rank=4 --set model.load_in_4bit=true",
-            "float32, logits in float32, linear layers of the frozen blocks in 4 bits, trained weights",
-        ),
-        ("laptop", None),
-    ],
-)
-def test_a_plan_names_the_precision_unless_all_is_float32(work_dir: Path, options: str, types: str | None) -> None:
-    lines = type_in(f"run kl --preset {options} --dry-run").out.splitlines()
-    expected = [] if types is None else [f"Precision: passes in {types} and sums in float32"]
-    assert [line for line in lines if line.startswith("Precision: ")] == expected
-
-
 FakeMachine = Callable[..., None]
 
 
