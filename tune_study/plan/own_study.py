@@ -273,7 +273,8 @@ def check_recorded_files(folder: Path, entries: Sequence[SourceFile]) -> None:
             diff = "\n  ".join(lines[:MAX_DIFF_LINES] + ["..."] * (len(lines) > MAX_DIFF_LINES))
             raise PlanError(
                 f"{format_value(file.path, 1000)} has changed since {folder} was started:\n  {diff}\nIt decides what "
-                "the runs compute, and even a comment counts: restore the file, or start a new study with another --output."
+                "the runs compute, and even a comment counts: restore the file, or start a new study with another "
+                "--output."
             )
 
 

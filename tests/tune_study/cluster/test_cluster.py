@@ -204,42 +204,6 @@ def test_a_node_that_does_not_share_the_folder_gets_no_run(fake_cluster: FakeClu
         assert [drop_times(row) for row in rows] == [drop_times(row) for row in local_rows]
 
 
-@pytest.mark.slow
-def test_a_killed_driver_is_followed_by_one_elsewhere(
-    fake_cluster: FakeCluster, local_plan: StudyPlan, tmp_path: Path
-) -> None:
-    storage = fake_cluster.storage.replace("cluster?", "killed?")
-    plan = make_cpu_plan(tmp_path / "second")
-    words = ["run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", "--storage", storage, *SMALL_OPTIONS]
-    (tmp_path / "one").mkdir()
-    command = [sys.executable, "-m", "tune_study", *words, "--address", fake_cluster.address]
-    with subprocess.Popen(
-        command, cwd=tmp_path / "one", env=fake_cluster.environment, stdout=subprocess.DEVNULL
-    ) as driver:
-        stored_folder = StoredFolder(join_uri(storage, plan.run))
-        while not any("state/step_1/checksums.json" in name for name in stored_folder.list_files()):
-            assert driver.poll() is None
-        driver.kill()
-    study_uri = storage.replace("killed?", f"killed/{plan.run}?")
-    process = type_in(fake_cluster, tmp_path / "second", "resume", study_uri)
-    assert process.returncode == 0, process.stderr
-    check_same_results(plan, local_plan, storage, tmp_path / "look")
-
-
-@pytest.mark.slow
-def test_a_shared_folder_needs_no_storage(fake_cluster: FakeCluster, local_plan: StudyPlan, tmp_path: Path) -> None:
-    process = type_in(
-        fake_cluster, tmp_path / "out", "run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", *SMALL_OPTIONS
-    )
-    assert process.returncode == 0, process.stderr
-    plan = make_cpu_plan(tmp_path / "out")
-    for spec in plan.runs:
-        rows, local_rows = (
-            read_rows(study_plan.get_run_dir(spec.run_id) / METRICS_FILE) for study_plan in (plan, local_plan)
-        )
-        assert [drop_times(row) for row in rows] == [drop_times(row) for row in local_rows]
-
-
 # The capacity of a cluster.
 
 

@@ -246,9 +246,8 @@ def test_a_model_is_outside_unless_it_is_the_name_of_one(work_dir: Path, path: s
 def test_a_model_of_a_copied_folder_is_not_read(work_dir: Path) -> None:
     plan = write_started_study(work_dir / "out", model__path=str(work_dir / "my model"))
     copy = shutil.copytree(plan.folder, work_dir / "copy")
-    for command in COMMANDS:
-        answer = type_in(command.format(copy, arm="0.1"))
-        assert (answer.code, "--allow 'model.path=" in answer.err.replace("\n", " ")) == (2, True), command
+    answer = type_in(f"probe {copy}")
+    assert (answer.code, "--allow 'model.path=" in answer.err.replace("\n", " ")) == (2, True)
 
 
 def test_the_same_command_continues_a_study_wherever_it_lies(work_dir: Path) -> None:

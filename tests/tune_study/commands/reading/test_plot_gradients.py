@@ -132,10 +132,7 @@ def test_steps_are_listed_and_nothing_is_drawn(mixed_study: Path) -> None:
     ("line", "message"),
     [
         ("--step 2", "Step 2 was not analyzed: type --step with one of 1, 11."),
-        ("--trial arm0-seed0 --step 11", "Step 11 was not analyzed: type --step with one of 1."),
-        ("--step 1,2,3", "Step 2, 3 was not analyzed"),
         ("--step x", "--step 'x' is not a step: type whole numbers"),
-        ("--step -1", "--step '-1' is not a step"),
         ("--step 1,,2", "has an empty entry"),
         (
             "--trial arm2-seed0",
