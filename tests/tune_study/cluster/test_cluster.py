@@ -110,6 +110,13 @@ def local_plan(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
     return train_without_ray(make_cpu_plan(tmp_path_factory.mktemp("local")), 2)
 
 
+def check_rows(plan: StudyPlan, local_plan: StudyPlan) -> None:
+    """Check that the rows of a study are those of the local study."""
+    for spec in plan.runs:
+        rows, local_rows = (read_rows(each.get_run_dir(spec.run_id) / METRICS_FILE) for each in (plan, local_plan))
+        assert [drop_times(row) for row in rows] == [drop_times(row) for row in local_rows]
+
+
 def check_same_results(plan: StudyPlan, local_plan: StudyPlan, storage: str, folder: Path) -> None:
     """Check that rows, evaluations and final weights of the study in storage are those of the local study."""
     assert len(plan.runs) == 2
@@ -198,10 +205,7 @@ def test_a_node_that_does_not_share_the_folder_gets_no_run(fake_cluster: FakeClu
     (line, *_) = [line for line in process.stdout.splitlines() if "failed, retrying: node: no run is placed on" in line]
     assert f"again: it does not see the study in file://{folder}" in line
     assert ": type --output with a folder that all nodes share, or --storage" in line
-    plan = make_cpu_plan(folder)
-    for spec in plan.runs:
-        rows, local_rows = (read_rows(each.get_run_dir(spec.run_id) / METRICS_FILE) for each in (plan, local_plan))
-        assert [drop_times(row) for row in rows] == [drop_times(row) for row in local_rows]
+    check_rows(make_cpu_plan(folder), local_plan)
 
 
 # The capacity of a cluster.

@@ -116,13 +116,6 @@ def test_a_fork_is_planned_again_from_its_folder(study: StudyPlan) -> None:
     assert describe_fork(read_study(study.folder)) == ""
 
 
-def test_equal_settings_have_equal_hashes_only_without_a_remedy(study: StudyPlan) -> None:
-    entries = {entry.arm: entry.config_hash for entry in outputs.make_study_record(fork(study)).runs}
-    parents = {entry.arm: entry.config_hash for entry in outputs.make_study_record(study).runs}
-    assert entries["as-before-from-2"] == entries["as-before-from-4"] == parents["0"]
-    assert len({entries["kl-from-2"], entries["kl-from-4"], entries["lr1e-6-from-2"], parents["0"]}) == 4
-
-
 def test_remedies_steps_and_seeds_are_added_with_extend(study: StudyPlan) -> None:
     outputs.write_study(fork(study, "2", [KL], seeds=[0]))
     for options in ({"from_steps": "2,4"}, {"remedies": [KL, RATE]}, {"seeds": [0, 1]}):

@@ -37,12 +37,6 @@ def test_the_command_shows_the_recorded_study(tmp_path: Path) -> None:
     assert (folder / "report.html").read_text().count("<svg") > 5
 
 
-@pytest.mark.slow
-def test_the_command_shows_the_same_again(tmp_path: Path) -> None:
-    first, second = (CliRunner().invoke(app, ["demo", "--output", str(tmp_path / "demo")]) for _ in range(2))
-    assert (second.exit_code, second.stdout) == (0, first.stdout)
-
-
 def test_another_study_is_not_overwritten(tmp_path: Path) -> None:
     folder = tmp_path / "results" / archive.read_recorded_study().run
     folder.mkdir(parents=True)

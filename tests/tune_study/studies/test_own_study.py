@@ -146,16 +146,6 @@ def test_the_commands_that_are_printed_name_the_file(folder: Path) -> None:
         "resume",
         "my_lr_sokoban-tiny --study lr.py` to continue the existing runs",
     )
-    status_file = next((folder / RUN / "runs").iterdir()) / "status.json"
-    content = status_file.read_text()
-    status_file.unlink()
-    rows = status_file.with_name("metrics.jsonl")
-    row_text = rows.read_text()
-    rows.write_text("")
-    output = type_command(folder, "status", str(RUN))[1]
-    status_file.write_text(content)
-    rows.write_text(row_text)
-    assert f"Continue with: python -m tune_study resume {RUN} --study lr.py" in output
 
 
 def test_another_study_is_not_taken_for_it(folder: Path) -> None:
