@@ -198,7 +198,9 @@ def test_python_takes_the_options_of_a_run(work_dir: Path, monkeypatch: pytest.M
     assert (plan.values, config.trainer.total_training_steps, config.trainer.keep_best) == (("0",), 7, True)
     assert plan.output == work_dir / "o"
     assert [(launch.max_hours, launch.wandb) for _, launch in started] == [(None, "off"), (2, "offline")]
-    for name in ("step", "dry_run", "assignments"):
+    write_study(plan)
+    assert_refused(f"resume {plan.folder}", "call tune_study.run again with the same Study and output")
+    for name in ("step", "dry_run"):
         with pytest.raises(TypeError, match=f"tune_study.run has no argument {name}"):
             tune_study.run(study, "laptop", **{name: 3})
 

@@ -9,10 +9,6 @@ from pathlib import Path
 import pytest
 
 import analysis
-import tune_study
-from search_spaces.declaration.study import Axis, Study
-from search_spaces.language_model.common import SWEEP_SETTINGS
-from search_spaces.language_model.family import PPO
 from tests.fakes.command_line import Answer, assert_refused, get_output
 from tests.fakes.forked_python import run_python
 from tune_study.commands.probe import restore
@@ -154,18 +150,3 @@ def test_another_study_is_not_taken_for_it(folder: Path) -> None:
         type_command(folder, "resume", str(RUN), "--study", "other.py"),
         "contains the study my-lr, and other.py declares other",
     )
-
-
-@pytest.mark.slow  # examples/own_question.py, which test_docs.py runs, runs one, too
-def test_a_study_runs_from_python(tmp_path: Path) -> None:
-    axis = Axis("actor.lr", {"laptop": ("1e-4", "3e-4")})
-    study = Study("from-python", PPO, "Does it run?", axis, SWEEP_SETTINGS, baseline="1e-4")
-    frames = tune_study.run(study, "laptop", seeds=1, values=["1e-4"], settings=SMALL, output=tmp_path)
-    assert frames.trials["status"].tolist() == ["completed"]
-    assert frames.trials["arm"].tolist() == ["1e-4"]
-    folder = tmp_path / "results/from_python_sokoban-tiny"
-    assert_refused(
-        type_command(tmp_path, "resume", str(folder)), "call tune_study.run again with the same Study and output"
-    )
-    with pytest.raises(ValueError, match="preset paper"):
-        tune_study.run(study, "paper", output=tmp_path)

@@ -98,10 +98,8 @@ def test_runs_and_probes_have_folders_of_their_own(mixed_study: Path) -> None:
     [
         (None, None, (11,), [("arm01-seed0", "train", (11,))]),
         (None, "probe", (), [("arm0-seed0", "probe", (1,))]),
-        (None, "train", (1,), [("arm0-seed0", "train", (1,)), ("arm01-seed0", "train", (1,))]),
         ("arm01-seed0", None, (), [("arm01-seed0", "train", (1, 11))]),
         ("0.1", None, (11, 1), [("arm01-seed0", "train", (1, 11))]),
-        ("0", None, (), [("arm0-seed0", "train", (1,)), ("arm0-seed0", "probe", (1,))]),
     ],
 )
 def test_a_run_a_source_and_steps_can_be_chosen(

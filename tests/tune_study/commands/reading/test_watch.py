@@ -55,12 +55,9 @@ def test_the_address_with_its_token_opens_the_page() -> None:
     [
         ({}, "403 Forbidden"),
         ({"QUERY_STRING": "token=wrong"}, "403 Forbidden"),
-        ({"QUERY_STRING": "token="}, "403 Forbidden"),
-        ({"HTTP_COOKIE": f"tune_study_{PORT}=wrong"}, "403 Forbidden"),
         ({"HTTP_COOKIE": f"tune_study_{PORT + 1}={TOKEN}"}, "403 Forbidden"),
         ({"HTTP_COOKIE": "\x00;;=;"}, "403 Forbidden"),
         ({"REQUEST_METHOD": "POST", "QUERY_STRING": f"token={TOKEN}"}, "405 Method Not Allowed"),
-        ({"REQUEST_METHOD": "DELETE"}, "405 Method Not Allowed"),
         ({"PATH_INFO": "/../study.json", "QUERY_STRING": f"token={TOKEN}"}, "404 Not Found"),
     ],
     ids=str,
