@@ -213,13 +213,6 @@ def test_who_asks_for_gpus_gets_no_other_preset(fake_h100: FakeMachine, option: 
     assert answer.out.startswith("DOES NOT FIT: ")
 
 
-def test_a_plan_for_a_card_that_is_known_has_an_estimate_of_time(fake_h100: FakeMachine) -> None:
-    fake_h100(81000)
-    out = type_in(f"{SMALL_LINE} --dry-run").out
-    assert "Memory: GPU with 79.6 GiB (from nvidia-smi)" in out
-    assert re.search(r"^Time: at most about [\d.]+ (s|min|h|d) for .* with conversations of full length$", out, re.M)
-
-
 def test_extending_is_planned_over_old_and_new(work_dir: Path) -> None:
     write_started_study(work_dir)
     output = get_output("run kl --preset laptop --steps 3 --kl-values 0.2 --seeds 2 --extend --dry-run")

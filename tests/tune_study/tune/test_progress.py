@@ -147,18 +147,6 @@ def test_a_line_leaves_out_what_was_not_measured() -> None:
     assert line == "step 3/10 entropy=1.500"
 
 
-@pytest.mark.parametrize(
-    ("rule", "value", "words"),
-    [
-        ("reward_variance_collapse", 0.1, "reward_variance_collapse at step 3: 0.1 is below the threshold 0.2"),
-        ("empty_filtered_steps", 0.2, "empty_filtered_steps at step 3: 0.2 reached the threshold 0.2"),
-    ],
-)
-def test_a_line_says_why_a_run_stopped(rule: str, value: float, words: str) -> None:
-    stop = {"stop_rule": rule, "stop_value": value, "stop_threshold": 0.2, "stop_step": 3}
-    assert format_step(PPO, {"step": 3, **stop}, 10) == f"step 3/10 early_stop={words}"
-
-
 @pytest.mark.parametrize(("seconds", "text"), [(math.inf, "-"), (0.4, "0:00"), (61, "1:01"), (3661, "1:01:01")])
 def test_clock(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
