@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 NO_SETTINGS: Mapping[str, object] = {}
 
-_TYPED = {"dry_run", "kl_type", "accept_changed_file", "assignments", "config"}
+_TYPED = {"dry_run", "kl_type", "assignments", "config"}
 """Options that only the command line has."""
 
 
@@ -90,6 +90,4 @@ def describe_source(study: Study) -> StudySource:
         "presets": {preset: dict(settings) for preset, settings in study.presets.items()},
         "baseline": study.baseline,
     }
-    text = "".join(f"{name} = {value!r}\n" for name, value in fields.items())
-    # Changed settings are refused when they are compared, so a changed text alone is no reason to stop.
-    return StudySource("", text, accepts_change=True)
+    return StudySource("", "".join(f"{name} = {value!r}\n" for name, value in fields.items()))

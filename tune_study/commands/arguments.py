@@ -95,9 +95,6 @@ Assignments = Annotated[
     list[str] | None, option("KEY=VALUE", "Change any setting, see `settings`; repeatable.", "--set")
 ]
 Code = Annotated[list[str] | None, option("FILE", "A file whose parts the study uses, like my_loss.py; repeatable.")]
-AcceptChangedFile = Annotated[
-    bool, Option("--accept-changed-file", help="Go on although the file of the study has changed since its start.")
-]
 Allow = Annotated[
     list[str] | None,
     option(

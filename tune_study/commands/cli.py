@@ -202,7 +202,7 @@ def run(study: opt.StudyName, request: RunRequest, launch: LaunchRequest, as_jso
         raise PlanError("--json prints a plan: type it with --dry-run, or after the runs `report RUN --json`.")
     visible_gpus = detect_gpus(os.environ)
     load_typed_files(request.code or [])
-    studies = find_studies(study, request, accepts_change=request.accept_changed_file)
+    studies = find_studies(study, request)
 
     def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
         return [plan_from_options(chosen, preset, request, source) for chosen, source in studies]

@@ -258,14 +258,6 @@ def _describe_runs(plan: StudyPlan, resource_plan: ResourcePlan) -> Iterator[str
         yield f"Preset {plan.preset}: {plan.preset_reason}"
     if plan.model is not None:
         yield f"Model: {plan.model}"
-        model = plan.ppo_config.model
-        if model.dtype != "float32" or model.load_in_4bit:
-            scale = f", losses scaled by {model.loss_scale:g}" if model.dtype == "float16" else ""
-            logits = model.dtype if model.head_dtype == "model" else model.head_dtype
-            bits = ", linear layers of the frozen blocks in 4 bits" if model.load_in_4bit else ""
-            weights = "trained weights" if model.lora_rank else "weights"
-            yield f"Precision: passes in {model.dtype}{scale}, logits in {logits}{bits}, {weights} and sums in float32"
-        yield from _describe_losses(plan)
     seeds = ",".join(map(str, plan.seeds))
     for value, added in plan.extra_seeds.items():  # single arms may have more
         name = "the baseline" if value == plan.baseline else format_value(value)
@@ -282,23 +274,6 @@ def _describe_runs(plan: StudyPlan, resource_plan: ResourcePlan) -> Iterator[str
         yield f"GPU slots (ids): {' '.join(resource_plan.gpu_slots)}"
     yield from resource_plan.notes
     yield from find_remarks(plan)
-
-
-def _describe_losses(plan: StudyPlan) -> Iterator[str]:
-    """Describe how the arms aggregate token losses: token-mean depends on the size of a micro-batch."""
-    texts: dict[str, None] = {}
-    for config in plan.ppo_configs:
-        mode, size = config.actor.loss_agg_mode, config.actor.ppo_micro_batch_size_per_gpu
-        if config.env.kind.has_trees or config.actor.loss.needs_whole_groups:
-            continue  # losses over whole groups and over trees weight tokens themselves
-        if mode == "token-mean" and size < config.actor.ppo_mini_batch_size:
-            mode = (
-                f"token-mean as published, the mean over micro-batches of {size} sequences of the mean over their "
-                "tokens (actor.loss_agg_mode=token-mean-global does not depend on micro-batches)"
-            )
-        texts[mode] = None
-    if texts:
-        yield f"Loss: {'; '.join(texts)}"
 
 
 def read_status(folder: Path, location: str, study: StudyRecord, is_running: bool) -> dict[str, Any]:

@@ -88,7 +88,6 @@ class StudyRequest:
         bool, Option("--smoke", help="Smoke run: one seed, a few steps, small batches. Results are meaningless.")
     ] = False
     code: opt.Code = None
-    accept_changed_file: opt.AcceptChangedFile = False
     output: opt.Output = Path()
     storage: Annotated[
         str | None, option("URI", "Also copy results and checkpoints to s3://, gs://, or a shared path.")
@@ -254,7 +253,6 @@ class TypedAgain:
 
     study: Annotated[str | None, option("FILE", "The file of a study that was run from a file, like lr.py.")] = None
     code: opt.Code = None
-    accept_changed_file: opt.AcceptChangedFile = False
     allow: opt.Allow = None
 
     @property
@@ -264,7 +262,7 @@ class TypedAgain:
 
     def load(self) -> OwnStudy | None:
         """Execute the files and return the study of --study, if typed. See `load_typed_code` for the errors."""
-        return load_typed_code(self.study, self.code, self.accept_changed_file)
+        return load_typed_code(self.study, self.code)
 
 
 def list_assigned_settings(request: object) -> Iterator[tuple[str, str, Any]]:
@@ -284,10 +282,10 @@ class ChosenPreset(NamedTuple):
     settings: Mapping[str, object] = MappingProxyType({})
 
 
-def find_studies(name: str, request: StudyRequest, *, accepts_change: bool) -> list[tuple[Study, StudySource | None]]:
+def find_studies(name: str, request: StudyRequest) -> list[tuple[Study, StudySource | None]]:
     """Find a study, or those of a suite, by its name or its file, each with its source if a file declares it.
 
-    accepts_change: see `StudySource`. Raises PlanError if there is no such study.
+    Raises PlanError if there is no such study.
     """
     suite = SUITES.get(normalize_study_name(name))
     is_file = name.endswith(".py")
@@ -295,9 +293,7 @@ def find_studies(name: str, request: StudyRequest, *, accepts_change: bool) -> l
         if value is not None and (is_file or suite is not None):
             raise PlanError(f"{option_name} does not belong to {format_value(name, 1000)}: leave it out.")
     if is_file:
-        return [load_own_study(name, accepts_change)]
-    if accepts_change:
-        raise PlanError(f"--accept-changed-file does not belong to {name}, which no file declares: leave it out.")
+        return [load_own_study(name)]
     return (
         [(find_study(name, request.kl_type, request.trainer), None)]
         if suite is None

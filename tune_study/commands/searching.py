@@ -45,7 +45,7 @@ CONFIRMING_SEEDS = 5
 
 def find_study(name: str, request: StudyRequest) -> tuple[Study, StudySource | None]:
     """Find the study `name` (see `find_studies`). Raises PlanError for a suite, since one study must be chosen."""
-    studies = find_studies(name, request, accepts_change=request.accept_changed_file)
+    studies = find_studies(name, request)
     if len(studies) > 1:
         names = ", ".join(study.name for study, _ in studies)
         raise PlanError(f"{format_value(name)} is a suite, and a search is over the settings of one study: {names}.")

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from urllib.parse import parse_qsl, urlsplit
 
 from search_spaces.declaration.study import Study
 from trainable.config.base_config import BaseRunConfig
@@ -135,8 +134,8 @@ def check_outside_values(plan: StudyPlan, study: Study, allowed: frozenset[str])
 def find_usable_storage(folder: Path, uri: str | None, allowed: frozenset[str] = NOTHING) -> tuple[str | None, str]:
     """Return (the storage `uri` of study.json if it may be used, "") or (None, a sentence that says why not).
 
-    How a storage is reached (another endpoint, no encryption, another library) is never taken from a file. Raises
-    PlanError for a URI with credentials, because messages would repeat them.
+    How it is reached (another endpoint, no encryption, another library) is as the user typed it, now or at the start.
+    Raises PlanError for a URI with credentials, because messages would repeat them.
     """
     if uri is None:
         return None, ""
@@ -145,10 +144,9 @@ def find_usable_storage(folder: Path, uri: str | None, allowed: frozenset[str] =
     for typed_uri in typed_uris:
         if is_same_folder(uri, typed_uri):
             return typed_uri, ""  # with the typed query instead of the file's
-    subject = f"Its storage, {format_value(uri, 1000)}, is"
-    advice = "type the URI of the study in the place of its folder, <storage>/<run>, to use it"
-    if {field for field, _ in parse_qsl(urlsplit(uri).query)} - {"region"} or uri.lower().startswith("fsspec+"):
-        return None, f"{subject} reached in a special way, which no file decides: {advice}."
     if f"storage={uri}" in list_typed_before(folder):
         return uri, ""
-    return None, f"{subject} not contacted, because you did not start this study in this place: {advice}."
+    return None, (
+        f"Its storage, {format_value(uri, 1000)}, is not contacted, because you did not start this study in this "
+        "place: type the URI of the study in the place of its folder, <storage>/<run>, to use it."
+    )

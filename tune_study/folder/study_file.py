@@ -26,7 +26,7 @@ from trainable.runs.study_record import RUN_FILE, STUDY_FILE, RunRecord, StudyRe
 from tune_study.folder.origin import NOTHING, check_outside_values, find_usable_storage, list_plan_values
 from tune_study.plan.errors import PlanError
 from tune_study.plan.fork import make_fork_study
-from tune_study.plan.own_study import OwnStudy, check_recorded_files, check_same_source, explain_missing_file
+from tune_study.plan.own_study import OwnStudy, check_recorded_files, explain_missing_file
 from tune_study.plan.search import find_search_differences, make_point_study
 from tune_study.plan.storage_uri import is_same_folder
 from tune_study.plan.study_plan import StudyPlan, make_arm_config, plan_runs, set_max_seeds, set_points
@@ -159,7 +159,6 @@ def _find_declaration(folder: Path, record: StudyRecord, own_study: OwnStudy | N
                 f"{folder} contains the study {format_value(name)}, and {format_value(own_study.source.typed, 1000)} "
                 f"declares {own_study.study.name}: type --study with the file of {format_value(name)}."
             )
-        check_same_source(folder, entry, own_study.source)
         return own_study.study
     if own_study is not None:
         raise PlanError(f"{folder} contains the study {format_value(name)}, which no file declares: leave --study out.")

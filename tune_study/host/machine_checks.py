@@ -29,9 +29,6 @@ _LONGEST_SOCKET_NAME = (
 )
 """Ray's longest name, with Linux' highest process id, 4194304."""
 
-_PROC_GPUS = Path("/proc/driver/nvidia/gpus")
-"""Where the NVIDIA driver has one folder per GPU."""
-
 
 class Gpu(NamedTuple):
     """One visible GPU."""
@@ -45,18 +42,15 @@ class Gpu(NamedTuple):
 
 
 def detect_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Detect the GPUs that a process with this environment would see; empty without an NVIDIA driver.
+    """Detect the GPUs that a process with this environment would see; empty without nvidia-smi.
 
-    Asks nvidia-smi or, if that fails, the driver's /proc folder. CUDA is not loaded, since it would create a context on
-    a GPU and torch takes seconds to import.
+    CUDA is not loaded, since it would create a context on a GPU and torch takes seconds to import.
     """
     visible_devices = environ.get("CUDA_VISIBLE_DEVICES")
     if visible_devices is not None and visible_devices.strip() in ("", "-1"):
         return ()
-    if (rows := query_nvidia_smi("--query-gpu=index,uuid,name", 3, number=0)) is not None:
-        return select_visible(tuple(Gpu(*row) for row in rows), visible_devices)
-    folders = sorted(_PROC_GPUS.iterdir()) if _PROC_GPUS.is_dir() else []
-    return select_visible(tuple(Gpu(str(index), "", "GPU") for index, _ in enumerate(folders)), visible_devices)
+    rows = query_nvidia_smi("--query-gpu=index,uuid,name", 3, number=0)
+    return select_visible(tuple(Gpu(*row) for row in rows), visible_devices)
 
 
 def select_visible(gpus: tuple[Gpu, ...], visible_devices: str | None) -> tuple[Gpu, ...]:
@@ -74,8 +68,8 @@ def select_visible(gpus: tuple[Gpu, ...], visible_devices: str | None) -> tuple[
     return tuple(selected_gpus)
 
 
-def query_nvidia_smi(query: str, n_fields: int, number: int) -> list[list[str]] | None:
-    """Run nvidia-smi; return the fields of each line, or None if it is missing or fails.
+def query_nvidia_smi(query: str, n_fields: int, number: int) -> list[list[str]]:
+    """Run nvidia-smi; return the fields of each line, of none if it is missing or fails.
 
     number: the index of a field that is a number. Lines without it are complaints, and are skipped.
     """
@@ -83,7 +77,7 @@ def query_nvidia_smi(query: str, n_fields: int, number: int) -> list[list[str]] 
     try:
         text = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return None
+        return []
     rows = [[field.strip() for field in line.split(",", n_fields - 1)] for line in text.splitlines()]
     return [row for row in rows if len(row) == n_fields and row[number].isdecimal()]
 
@@ -156,7 +150,7 @@ def measure_scratch_space() -> int:
 
 def query_gpu_memory() -> dict[str, GpuMemory]:
     """Ask nvidia-smi for the memory of the GPUs of this machine, by UUID, without those that it does not report."""
-    rows = query_nvidia_smi("--query-gpu=index,uuid,memory.free,memory.total", 4, number=0) or []
+    rows = query_nvidia_smi("--query-gpu=index,uuid,memory.free,memory.total", 4, number=0)
     return {
         uuid: GpuMemory(int(free), int(total))
         for _, uuid, free, total in rows
@@ -166,7 +160,7 @@ def query_gpu_memory() -> dict[str, GpuMemory]:
 
 def query_gpu_processes() -> tuple[GpuProcess, ...]:
     """Ask nvidia-smi for the visible processes that use GPU memory."""
-    rows = query_nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory", 3, number=1) or []
+    rows = query_nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory", 3, number=1)
     return tuple(GpuProcess(uuid, int(pid), int(used) if used.isdecimal() else 0) for uuid, pid, used in rows)
 
 

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from search_spaces.catalog import STUDIES, SUITES
 from search_spaces.declaration.study import Study, make_grid_axis
@@ -76,8 +76,6 @@ class StudySource(NamedTuple):
     """The path of its file, as it was typed; empty for a study that was declared in Python."""
     text: str
     """The content of the file."""
-    accepts_change: bool = False
-    """Whether a study that was started with another text may continue."""
 
     @property
     def record(self) -> SourceFile:
@@ -92,11 +90,11 @@ class OwnStudy(NamedTuple):
     source: StudySource
 
 
-def load_own_study(typed: str, accepts_change: bool = False) -> OwnStudy:
+def load_own_study(typed: str) -> OwnStudy:
     """Execute the Python file that was typed, and return its study.
 
-    accepts_change: see `StudySource`. Raises PlanError if there is no such file or if it declares no usable study, and
-    OwnPartError if it cannot be executed.
+    Raises PlanError if there is no such file or if it declares no usable study, and OwnPartError if it cannot be
+    executed.
     """
     file = read_source(typed, f"that declares a study, such as one that `{NEW_COMMAND}` writes")
     study = getattr(register_file(file), VARIABLE, None)
@@ -104,14 +102,12 @@ def load_own_study(typed: str, accepts_change: bool = False) -> OwnStudy:
         path = format_value(typed, 1000)
         raise PlanError(f"{path} has no Study called {VARIABLE}: `{NEW_COMMAND}` writes a file that has one.")
     check_study(study, typed)
-    return OwnStudy(study, StudySource(typed, file.text, accepts_change))
+    return OwnStudy(study, StudySource(typed, file.text))
 
 
-def load_typed_code(
-    study: str | None, code_paths: Sequence[str] | None, accepts_change: bool = False
-) -> OwnStudy | None:
+def load_typed_code(study: str | None, code_paths: Sequence[str] | None) -> OwnStudy | None:
     """Execute the files of --study and --code to continue a study; return the study, None without --study."""
-    own_study = None if study is None else load_own_study(study, accepts_change)
+    own_study = None if study is None else load_own_study(study)
     load_typed_files(code_paths or ())  # may replace the file of the study, which may have plug-ins as well
     return own_study
 
@@ -125,19 +121,6 @@ def list_resume_options(path: str | None, code_paths: Iterable[str] = ()) -> tup
     other_paths = [code_path for code_path in code_paths if code_path != path]
     study_options = ("--study", path) if path else ()
     return (*study_options, *(word for code_path in other_paths for word in (CODE_OPTION, code_path)))
-
-
-def check_same_source(folder: Path, entry: SourceFile, source: StudySource) -> None:
-    """Raise PlanError, with the lines that differ, if the study was started with another text of its file.
-
-    entry: the declaration in study.json of `folder`.
-    """
-    if source.record.sha256 != entry.sha256 and not source.accepts_change:
-        advice = (
-            "Restore the file, start a new study with another --output, or type --accept-changed-file to continue with "
-            "the changed file, which is recorded. The settings of runs that have started cannot change."
-        )
-        refuse_change(folder, entry.text, PartFile(source.typed, source.text), advice)
 
 
 def explain_missing_file(folder: Path, entry: SourceFile) -> str:
@@ -189,15 +172,6 @@ def read_source(path_text: str, purpose: str) -> PartFile:
         return PartFile(path_text, path.read_bytes().decode())  # bytes, since the hash is of the file as it is
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{shown_path} cannot be read ({error}): type the path of a Python file.") from None
-
-
-def refuse_change(folder: Path, recorded_text: str, file: PartFile, advice: str) -> NoReturn:
-    """Raise PlanError with the lines in which a file differs from its text when the study in `folder` was started."""
-    old_lines, new_lines = recorded_text.splitlines(), file.text.splitlines()
-    names = ("when the study was started", "now")
-    lines = list(difflib.unified_diff(old_lines, new_lines, *names, lineterm="", n=1))
-    diff = "\n  ".join(lines[:MAX_DIFF_LINES] + ["..."] * (len(lines) > MAX_DIFF_LINES))
-    raise PlanError(f"{format_value(file.path, 1000)} has changed since {folder} was started:\n  {diff}\n{advice}")
 
 
 def load_typed_files(paths: Iterable[str]) -> None:
@@ -290,14 +264,18 @@ def check_recorded_files(folder: Path, entries: Sequence[SourceFile]) -> None:
             f"The study in {folder} uses parts of {' and '.join(missing_paths)}. For safety, no file that a folder "
             f"names is executed: name them yourself with {options}, where they are here."
         )
-    advice = (
-        "It decides what the runs compute, and even a comment counts: restore the file, or start a new study with "
-        "another --output. (--accept-changed-file is for the file of a study.)"
-    )
     for entry in entries:
         file = files[entry.path]
         if file is not None and file.sha256 != entry.sha256:
-            refuse_change(folder, entry.text, file, advice)
+            names = ("when the study was started", "now")
+            old_lines, new_lines = entry.text.splitlines(), file.text.splitlines()
+            lines = list(difflib.unified_diff(old_lines, new_lines, *names, lineterm="", n=1))
+            diff = "\n  ".join(lines[:MAX_DIFF_LINES] + ["..."] * (len(lines) > MAX_DIFF_LINES))
+            raise PlanError(
+                f"{format_value(file.path, 1000)} has changed since {folder} was started:\n  {diff}\nIt decides what "
+                "the runs compute, and even a comment counts: restore the file, or start a new study with another "
+                "--output."
+            )
 
 
 def check_parts(configs: Sequence[BaseRunConfig]) -> None:

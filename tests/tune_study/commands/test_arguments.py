@@ -60,8 +60,6 @@ def test_what_is_typed_comes_before_what_a_file_says(work_dir: Path) -> None:
     ("text", "message"),
     [
         ("actor.lr=1e-4\nactor.lr\n", "--config my.conf, line 2: actor.lr is not key=value, such as actor.lr=1e-5."),
-        ("=3", "line 1: =3 is not key=value"),
-        ("actor.lr=", "line 1: actor.lr= is not key=value"),
         ("actor.lr=1e-4\nactor.lr=1e-5", "sets `actor.lr` a second time (actor.lr=1e-4, actor.lr=1e-5): set it once."),
     ],
 )

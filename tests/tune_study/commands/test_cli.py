@@ -20,33 +20,19 @@ from trainable.files.json_lines import write_lines
 from trainable.runs.study_record import StatusRecord, write_record
 from tune_study.commands import preflight
 from tune_study.commands.requests import LaunchRequest
-from tune_study.demo.archive import unpack
 from tune_study.folder.outputs import lock_folder, write_study
 from tune_study.placement.model_files import find_published_sizes
 from tune_study.plan.study_plan import StudyPlan, set_max_seeds
-
-
-def test_a_fetched_model_is_a_model(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model_folder = work_dir / "cache" / "models--Qwen--Qwen2.5-3B" / "snapshots" / "abc"
-    model_folder.mkdir(parents=True)
-    (model_folder / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
-    (model_folder / "model.safetensors").touch()
-    (model_folder / "tokenizer.json").touch()
-    monkeypatch.setenv("HF_HUB_CACHE", str(work_dir / "cache"))
-    answer = type_in("run kl --model Qwen/Qwen2.5-3B --output /dev/null")
-    assert "--output /dev/null is a file" in answer.err
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ("--steps 4 --kl-values 0,0.1", "trainer.total_training_steps: 3 -> 4"),
-        ("--steps 2 --kl-values 0,0.1 --extend", "trainer.total_training_steps: 3 -> 2"),
         ("--steps 3 --kl-values 0,0.1 --set gamma=0.9", "algorithm.gamma: 1.0 -> 0.9"),
         ("--steps 3 --kl-values 0,0.2", "--kl-values: 0,0.1 -> 0,0.2"),
         ("--steps 3 --kl-values 0,0.1 --seeds 2", "--seeds: 1 -> 2"),
         ("--steps 3 --kl-values 0,0.1,0.10 --extend", "twice"),
-        ("--steps 3 --kl-values 0,0.1 --baseline-seeds 2", "--baseline-seeds: 1 -> 2"),
         ("--steps 3 --kl-values 0,0.1 --max-seeds 9", "--max-seeds belongs to --until-resolved"),
         ("--steps 3 --kl-values 0,0.1 --until-resolved --max-seeds 4", "--max-seeds 4 is not a number from 5"),
         ("--steps 3 --kl-values 0.0,0.1 --baseline-seeds 2", "--baseline-seeds: 1 -> 2"),
@@ -61,39 +47,11 @@ def test_a_folder_with_another_study_is_left_as_it_is(work_dir: Path, options: s
     assert read_files(work_dir) == files_before
 
 
-PUBLISHED_COMMANDS = [
-    # The examples of the published documents, and the paths that the documents list for them.
-    (
-        "run top-p --rollout_filter_value 0.9,nofilter --gpus-per-exp 4 --gpus 0,1,2,3,4,5,6,7",
-        ["logs/top_p_sweep_Qwen2.5-3B/09/", "logs/top_p_sweep_Qwen2.5-3B/nofilter/"],
-    ),
-    (
-        "run entropy --entropy-values 0,0.01 --rollout_filter_include_zero False --gpus-per-exp 4 "
-        "--gpus 0,1,2,3,4,5,6,7",
-        ["logs/entropy_sweep_Qwen2.5-3B/filter_zero/0/", "logs/entropy_sweep_Qwen2.5-3B/filter_zero/001/"],
-    ),
-    (
-        "run kl --kl-values 0,0.001,0.01 --rollout_filter_include_zero False --gpus 0,1 --ray-num-cpus 16 "
-        "--save-freq 50",
-        ["model_saving/kl_sweep_Qwen2.5-3B/0001/"],
-    ),
-]
-
-
 ENOUGH_OR_SHORT_OF_DISK = (0, 3)
 """Exit codes of a dry run with checkpoints of 74 GB: this machine's disk may be too small for them."""
 
 
-@pytest.mark.parametrize(("line", "paths"), PUBLISHED_COMMANDS, ids=[line[:20] for line, _ in PUBLISHED_COMMANDS])
-def test_the_published_examples_are_planned(work_dir: Path, line: str, paths: list[str]) -> None:
-    answer = type_in(f"{line} --preset paper --seeds 1 --dry-run")
-    assert answer.code in ENOUGH_OR_SHORT_OF_DISK, answer.err
-    for path in paths:
-        assert path in answer.out
-    assert list(work_dir.iterdir()) == []
-
-
-def test_every_published_option_is_taken_in_every_spelling(work_dir: Path) -> None:
+def test_every_published_option_is_taken_in_both_spellings(work_dir: Path) -> None:
     options = {
         "--steps": "7",
         "--kl-values": "0,0.5",
@@ -111,14 +69,10 @@ def test_every_published_option_is_taken_in_every_spelling(work_dir: Path) -> No
     assert "Steps per run: 7," in answer.out
     assert "Each run reserves 1 CPU 0.5 GPU; 3 at once on 3 CPUs (--ray-num-cpus; the cores" in answer.out
     assert "filter_zero" in answer.out
-    dashed = [(f"--{name[2:].replace('_', '-')}", value) for name, value in options.items()]
-    underscored = [(f"--{name[2:].replace('-', '_')}", value) for name, value in options.items()]
-    for spelling in (options.items(), dashed, underscored):
-        same_answer = type_in(start + " ".join(f"{name}={value}" for name, value in spelling))
-        # Other processes write to the disk in the meantime.
-        texts = [re.sub(r"[\d.]+ [MGT]B free", "free", out) for out in (answer.out, same_answer.out)]
-        assert texts[0] == texts[1]
-        assert same_answer._replace(out="") == answer._replace(out="")
+    underscored = " ".join(f"--{name[2:].replace('-', '_')}={value}" for name, value in options.items())
+    # Other processes write to the disk in the meantime.
+    texts = [re.sub(r"[\d.]+ [MGT]B free", "free", out) for out in (answer.out, type_in(start + underscored).out)]
+    assert texts[0] == texts[1]
 
 
 HALF_GPU_LINE = "run kl --preset paper --kl-values 0.01 --seeds 1 --gpus 0 --gpus-per-exp 0.5"
@@ -133,27 +87,6 @@ def test_the_documents_show_the_plan_as_it_is_printed(work_dir: Path) -> None:
         assert plan_texts
         out = type_in(command).out
         assert all(plan_text in out for plan_text in plan_texts)
-
-
-@pytest.mark.parametrize(
-    ("options", "types"),
-    [
-        ("paper", "bfloat16, logits in bfloat16, weights"),
-        (
-            "paper --set model.dtype=float16 --set model.loss_scale=1024 --set model.head_dtype=float32",
-            "float16, losses scaled by 1024, logits in float32, weights",
-        ),
-        (
-            "laptop --set model.lora_rank=4 --set model.load_in_4bit=true",
-            "float32, logits in float32, linear layers of the frozen blocks in 4 bits, trained weights",
-        ),
-        ("laptop", None),
-    ],
-)
-def test_a_plan_names_the_precision_unless_all_is_float32(work_dir: Path, options: str, types: str | None) -> None:
-    lines = type_in(f"run kl --preset {options} --dry-run").out.splitlines()
-    expected = [] if types is None else [f"Precision: passes in {types} and sums in float32"]
-    assert [line for line in lines if line.startswith("Precision: ")] == expected
 
 
 FakeMachine = Callable[..., None]
@@ -198,7 +131,6 @@ SMALL_LINE = (
     ("free_mib", "options", "message"),
     [
         (81000, "--gpus-per-exp 0.1", "DOES NOT FIT: "),
-        (81000, "--gpu-memory-gib 8", "DOES NOT FIT: "),
         (1024, "--set env.test_env_groups=64", "used by PID 4242 (78.6 GiB). End these processes if they are orphans"),
     ],
 )
@@ -217,10 +149,9 @@ def test_a_real_run_that_does_not_fit_is_refused_and_writes_nothing(
 ADAPTERS = "model.lora_rank=64, model.lora_alpha=64, actor.lr=1e-05, critic.lr=0.0001"
 
 
-@pytest.mark.parametrize("options", ["", "--preset paper ", "--gpus 0 "])
-def test_where_all_weights_do_not_fit_adapters_are_trained(fake_h100: FakeMachine, options: str) -> None:
+def test_where_all_weights_do_not_fit_adapters_are_trained(fake_h100: FakeMachine) -> None:
     fake_h100(24000, total=24576)
-    answer = type_in(f"run kl {options}--dry-run")
+    answer = type_in("run kl --gpus 0 --dry-run")
     assert answer.code in ENOUGH_OR_SHORT_OF_DISK, answer.err
     (reason,) = re.findall(r"^Preset paper: (.*)", answer.out, re.M)
     assert f"; adapters instead of all weights ({ADAPTERS}), which do not fit: policy backward takes 62.4 GiB" in reason
@@ -249,9 +180,6 @@ def test_where_paper_does_not_fit_the_cards_laptop_runs_and_says_why(
         "a CUDA GPU is visible (NVIDIA H100 80GB HBM3), but preset paper does not fit it: policy backward takes "
     )
     assert reason.endswith("no setting makes it fit")
-    paper_answer = type_in("run kl --preset paper --dry-run")
-    assert paper_answer.code == 3
-    assert paper_answer.out.startswith("DOES NOT FIT: ")
 
 
 def test_python_takes_the_options_of_a_run(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,24 +198,19 @@ def test_python_takes_the_options_of_a_run(work_dir: Path, monkeypatch: pytest.M
     assert (plan.values, config.trainer.total_training_steps, config.trainer.keep_best) == (("0",), 7, True)
     assert plan.output == work_dir / "o"
     assert [(launch.max_hours, launch.wandb) for _, launch in started] == [(None, "off"), (2, "offline")]
-    for name in ("step", "dry_run", "assignments"):
+    write_study(plan)
+    assert_refused(f"resume {plan.folder}", "call tune_study.run again with the same Study and output")
+    for name in ("step", "dry_run"):
         with pytest.raises(TypeError, match=f"tune_study.run has no argument {name}"):
             tune_study.run(study, "laptop", **{name: 3})
 
 
-@pytest.mark.parametrize("option", ["--gpus 0", "--gpus-per-exp 1", "--model Qwen/Qwen2.5-3B", "--gpu-memory-gib 12"])
+@pytest.mark.parametrize("option", ["--gpus 0", "--model Qwen/Qwen2.5-3B"])
 def test_who_asks_for_gpus_gets_no_other_preset(fake_h100: FakeMachine, option: str) -> None:
     fake_h100(12000, total=12288)
     answer = type_in(f"run kl {option} --dry-run")
     assert "Preset paper: a CUDA GPU is visible (NVIDIA H100 80GB HBM3)\n" in answer.out
     assert answer.out.startswith("DOES NOT FIT: ")
-
-
-def test_a_plan_for_a_card_that_is_known_has_an_estimate_of_time(fake_h100: FakeMachine) -> None:
-    fake_h100(81000)
-    out = type_in(f"{SMALL_LINE} --dry-run").out
-    assert "Memory: GPU with 79.6 GiB (from nvidia-smi)" in out
-    assert re.search(r"^Time: at most about [\d.]+ (s|min|h|d) for .* with conversations of full length$", out, re.M)
 
 
 def test_extending_is_planned_over_old_and_new(work_dir: Path) -> None:
@@ -334,7 +257,7 @@ def test_list_shows_every_study_on_a_line() -> None:
         assert [words[0] for words in lines] == ["study", *members, name, "Axis"]
 
 
-@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("name", ["kl", "smoke"])
 def test_list_shows_the_axis_of_a_study(name: str) -> None:
     study, out = STUDIES[name], type_in(f"list {name}").out
     assert out.startswith(f"{name}: {study.question.strip()}\n")
@@ -379,13 +302,6 @@ def test_all_settings_are_listed_with_default_and_bounds() -> None:
     assert lines["env.papers.file"].endswith(" text, or null")
 
 
-def test_settings_of_a_sandbox_are_its_own() -> None:
-    lines = {line.split()[0]: line for line in type_in("settings influence --all").out.splitlines()}
-    assert lines.keys() - {"setting"} == set(list_field_names(UpdateRuleConfig)) - {"seed"}
-    assert re.search(r" 0\.04 +.* number >= 0$", lines["grpo_beta"])
-    assert type_in("settings nosuchstudy").code == 2
-
-
 def test_status_says_how_far_each_run_is(work_dir: Path) -> None:
     plan = write_started_study(work_dir)
     first_run_id = plan.runs[0].run_id
@@ -416,14 +332,6 @@ def test_status_says_how_far_each_run_is(work_dir: Path) -> None:
     assert type_in(f"status {plan.folder}").out.startswith("kl (laptop): finished; runs: 2 completed\n")
 
 
-def test_status_names_the_step_of_a_collapse(work_dir: Path) -> None:
-    unpack(work_dir / "results" / "study")
-    lines = type_in("status results/study").out.splitlines()
-    assert "collapsed" in lines[1]
-    assert [line.split()[:2] for line in lines if "at step 40 " in line] == [["0", "1"]]
-    assert sum(" at step " in line for line in lines) == 3
-
-
 def test_the_status_of_a_run_knows_the_steps_of_its_arm(work_dir: Path) -> None:
     study = STUDIES["matched-updates"]
     plan = plan_study(work_dir, study.get_grid("laptop"), study=study)
@@ -439,11 +347,10 @@ def test_the_status_of_a_run_knows_the_steps_of_its_arm(work_dir: Path) -> None:
     assert type_in(f"status {plan.folder}").code == 0
 
 
-@pytest.mark.parametrize("name", ["report.html", "study.json", "figures/curves.svg"])
-def test_a_file_of_a_study_is_answered_with_its_folder(work_dir: Path, name: str) -> None:
+def test_a_file_of_a_study_is_answered_with_its_folder(work_dir: Path) -> None:
     folder = write_started_study(work_dir).folder
     assert_refused(
-        f"report {folder / name}",
+        f"report {folder / 'figures/curves.svg'}",
         f"contains no study (no study.json): type the folder results/<run> of a study, such as {folder}.",
     )
 

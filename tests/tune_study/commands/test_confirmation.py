@@ -85,7 +85,6 @@ def test_an_arm_is_what_it_sets(study: StudyPlan) -> None:
     ("arm", "baseline", "n_seeds", "message"),
     [
         ("0.5", None, 4, "There is no arm 0.5: type --arm with one of 0, 0.01, 0.1"),
-        ("x", None, 4, "There is no arm x: type --arm with"),
         ("0.1", "7", 4, "There is no arm 7: type --baseline with"),
         ("0", None, 4, "--arm 0 is the arm that it would be compared with"),
         ("0.1", None, 1, "--seeds 1 gives no interval: type --seeds 2 or more"),

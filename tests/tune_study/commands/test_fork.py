@@ -116,13 +116,6 @@ def test_a_fork_is_planned_again_from_its_folder(study: StudyPlan) -> None:
     assert describe_fork(read_study(study.folder)) == ""
 
 
-def test_equal_settings_have_equal_hashes_only_without_a_remedy(study: StudyPlan) -> None:
-    entries = {entry.arm: entry.config_hash for entry in outputs.make_study_record(fork(study)).runs}
-    parents = {entry.arm: entry.config_hash for entry in outputs.make_study_record(study).runs}
-    assert entries["as-before-from-2"] == entries["as-before-from-4"] == parents["0"]
-    assert len({entries["kl-from-2"], entries["kl-from-4"], entries["lr1e-6-from-2"], parents["0"]}) == 4
-
-
 def test_remedies_steps_and_seeds_are_added_with_extend(study: StudyPlan) -> None:
     outputs.write_study(fork(study, "2", [KL], seeds=[0]))
     for options in ({"from_steps": "2,4"}, {"remedies": [KL, RATE]}, {"seeds": [0, 1]}):
@@ -182,24 +175,17 @@ def test_a_fork_of_a_fork_continues_its_runs(study: StudyPlan) -> None:
             r"no state to continue after step 3\. .* seed 0: 2, 4, 6, 8; .* seed 2: 2, 4\. .*save_freq=5",
         ),
         ({"from_steps": "2,6", "seeds": [2]}, "no state to continue after step 6 of seed 2"),
-        ({"seeds": [7]}, "no state to continue after steps 2, 4 of seed 7"),
         ({"from_steps": "8"}, "no list of steps from 1 to 7"),
-        ({"from_steps": "x"}, "no list of steps from 1 to 7"),
         ({"from_steps": "2,,4"}, "has an empty entry"),
         ({"remedies": ["actor.lr"]}, r"actor\.lr is not KEY=VALUE: type --remedy"),
         ({"remedies": ["'actor.lr=1"]}, "has a quote without an end"),
-        ({"remedies": ["kl:"]}, "changes nothing"),
         ({"remedies": ["actor.use_kl_loss=False"]}, "changes nothing"),
         ({"remedies": ["actor.lr=1e-6 lr_of_nothing=1"]}, "There is no setting `lr_of_nothing`"),
-        ({"remedies": ["actor.lr=fast"]}, "must be a valid number"),
         ({"remedies": ["actor.lr=1e-6 actor.lr=1e-5"]}, r"gives `actor\.lr` twice"),
         ({"remedies": [RATE, RATE]}, "another arm is called lr1e-6"),
         ({"remedies": [f"as-before: {RATE}"]}, "another arm is called as-before"),
         ({"remedies": [f"a/b: {RATE}"]}, "type another name"),
         ({"remedies": ["model.lora_rank=8"]}, r"`model\.lora_rank` cannot change in the middle of a run"),
-        ({"remedies": ["env.max_turn=3"]}, "cannot change in the middle"),
-        ({"remedies": ["trainer.test_freq=1"]}, "cannot change in the middle"),
-        ({"remedies": ["rollout.val_temperature=1"]}, "cannot change in the middle"),
         ({"remedies": ["critic.shared_trunk=True"]}, "cannot change in the middle"),
         ({"remedies": ["seed=3"]}, "cannot change in the middle"),
     ],

@@ -210,14 +210,6 @@ def test_a_report_fails_on_what_was_named(report: tuple[dict[str, Any], str]) ->
     assert [describe_failures(results, words) for words in (("worse",), ("collapsed",), ())] == [worse, collapsed, ""]
 
 
-@pytest.mark.long
-def test_a_report_without_such_results_ends_with_0(tmp_path: Path) -> None:
-    folder = write_study(tmp_path, [FakeRun("0", seed, steps=4) for seed in range(2)], STUDY)
-    answer = type_words("report", folder, "--fail-on", "worse,collapsed")
-    assert (answer.code, answer.err) == (0, "")
-    assert "Report: " in answer.out
-
-
 @pytest.mark.parametrize("words", ["worst", "", "worse,", "collapsed worse"])
 def test_unknown_words_of_fail_on_are_refused_before_anything_is_written(words: str, folder: Path) -> None:
     before = read_files(folder)

@@ -10,12 +10,8 @@ import pytest
 import analysis
 from tests.fakes.command_line import assert_refused, get_output, type_words
 from tests.fakes.plans import SMALL_SETTINGS, plan_study, train_without_ray
-from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import StatusRecord, write_record
-from trainable.trial import PPO
-from tune_study.folder.study_file import plan_from_folder
 from tune_study.plan.study_plan import StudyPlan
-from tune_study.tune.trials import make_trial_config
 
 SETTINGS = {
     **SMALL_SETTINGS,
@@ -84,16 +80,3 @@ def test_a_probe_names_the_checkpoints_that_were_left_behind(moved_folder: Path,
     assert "after step 2; nothing is trained" in get_output(
         type_words("probe", moved_folder, "--resume-from-path", hidden_path)
     )
-
-
-def test_a_moved_run_continues_from_its_rolling_checkpoint(moved_folder: Path) -> None:
-    plan = plan_from_folder(moved_folder)
-    spec = plan.runs[0]
-    trial = PPO(make_trial_config(plan, [spec]))
-    row = trial.step()
-    assert (row["step"], row["note"]) == (4, "training continues after step 3")
-    trial.step()
-    trial.cleanup()
-    assert [row["step"] for row in read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE)] == [1, 2, 3, 4, 5]
-    checkpoint_dir = moved_folder / spec.checkpoint_dir
-    assert sorted(path.name for path in checkpoint_dir.iterdir()) == ["global_step_4", "global_step_5"]

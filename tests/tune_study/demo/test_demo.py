@@ -37,12 +37,6 @@ def test_the_command_shows_the_recorded_study(tmp_path: Path) -> None:
     assert (folder / "report.html").read_text().count("<svg") > 5
 
 
-@pytest.mark.slow
-def test_the_command_shows_the_same_again(tmp_path: Path) -> None:
-    first, second = (CliRunner().invoke(app, ["demo", "--output", str(tmp_path / "demo")]) for _ in range(2))
-    assert (second.exit_code, second.stdout) == (0, first.stdout)
-
-
 def test_another_study_is_not_overwritten(tmp_path: Path) -> None:
     folder = tmp_path / "results" / archive.read_recorded_study().run
     folder.mkdir(parents=True)
@@ -76,10 +70,3 @@ def test_a_study_is_unpacked_as_it_was_packed(study: Path, tmp_path: Path) -> No
     assert analysis.diff_frames(analysis.load(study).steps, analysis.load(copy).steps) == []
     assert analysis.diff_frames(analysis.load(study).levels, analysis.load(copy).levels) == []
     assert archive.read_recorded_study(path).recorded == read_object(study / "study.json")["command"]
-
-
-def test_a_run_that_has_not_ended_is_refused(study: Path, tmp_path: Path) -> None:
-    next(study.glob("runs/*/status.json")).unlink()
-    with pytest.raises(FileNotFoundError, match=r"status\.json"):
-        archive.pack(study, tmp_path / "study.tar.xz")
-    assert not (tmp_path / "study.tar.xz").exists()

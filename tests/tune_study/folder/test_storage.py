@@ -21,7 +21,6 @@ from tests.fakes.plans import plan_study
 from tests.fakes.sessions import run_here
 from tests.fakes.trainer import COLLAPSES, CRASHES_ONCE, make_fake_rows, make_study
 from tests.tune_study.plan.test_storage_uri import SECRET_PLACES
-from trainable.files.json_values import read_object
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import StatusRecord, find_record, read_record, write_record
 from trainable.uploads import POINTER_FILE
@@ -29,7 +28,6 @@ from tune_study.folder import locate, outputs, storage
 from tune_study.folder.storage import DRIVER_FILE, StoredFolder, StoredStudy
 from tune_study.placement import disk
 from tune_study.plan.errors import PlanError
-from tune_study.plan.storage_uri import join_uri
 from tune_study.plan.study_plan import StudyPlan, add_seeds
 from tune_study.tune.trials import make_trial_config
 
@@ -409,9 +407,7 @@ def test_status_and_report_read_a_study_from_its_uri(s3: str, tmp_path: Path, el
 SMALL = "run kl --preset laptop --steps 1 --kl-values 0"
 REFUSED_LINES: list[tuple[Callable[[str], str], str]] = [
     (lambda query: f"{SMALL} --storage s3://no-such-shelf/x?{query}", "cannot be used: "),
-    (lambda query: f"{SMALL} --storage s3://shelf/x?scheme=http&endpoint_override=127.0.0.1:1", "cannot be "),
     (lambda query: f"resume s3://shelf/nothing?{query}", "contains no study: type <storage>/<run>"),
-    (lambda query: f"report s3://shelf/nothing/x?{query}", "contains no study"),
     (lambda query: f"status s3://shelf?{query}", "names no study"),
 ]
 
@@ -435,14 +431,6 @@ def test_a_dry_run_says_where_the_rows_would_go(work_dir: Path) -> None:
     assert list(work_dir.iterdir()) == []
 
 
-def test_the_uri_is_written_down_without_what_reaches_it(tmp_path: Path) -> None:
-    plan = make_plan_in(tmp_path, "file:///x")
-    outputs.write_study(plan)
-    assert read_object(plan.folder / "study.json")["storage"] == "file:///x"
-    assert plan.study_uri == join_uri("file:///x", plan.run)
-    assert locate.plan_resume(str(plan.folder), is_real=False) == plan
-
-
 # URIs with credentials.
 
 
@@ -454,7 +442,7 @@ def test_a_storage_that_may_be_a_uri_is_not_taken_for_a_path(text: str, work_dir
     assert locate.parse_storage_uri(f"./{text}").startswith("file://")
 
 
-@pytest.mark.parametrize("place", SECRET_PLACES[::4])
+@pytest.mark.parametrize("place", SECRET_PLACES[::9])
 def test_no_command_repeats_a_secret_in_a_uri(work_dir: Path, place: str) -> None:
     secret = "TOP/Y+4SECRET"
     uri = place.format(secret)

@@ -52,9 +52,7 @@ def make_capacity(gib: float) -> GpuCapacity:
 
 # GiB of a GPU, settings, whether the run swaps, its ZeRO stage, and GiB at the peak; memory_choices.txt has others.
 PLACEMENTS: dict[str, tuple[float, Mapping[str, object], bool, int, float]] = {
-    "3B on half of 141": (141, HALF_GPU, True, 2, 62.4),
     "3B on half of 80, adapters": (80, HALF_GPU | {"model.lora_rank": 64}, False, 2, 34.9),
-    "3B on half of 141, adapters": (141, HALF_GPU | {"model.lora_rank": 64}, False, 2, 34.9),
     "3B on 1 x 24, adapters": (24, {"model.lora_rank": 64}, True, 2, 22.8),
 }
 
@@ -93,8 +91,6 @@ OVERSIZED_SETTINGS: list[Mapping[str, object]] = [
     HALF_GPU,
     {"model.path": "Qwen/Qwen2.5-7B"},
     {"trainer.swap_to_host": False},
-    {"trainer.n_gpus_per_node": 2, "model.path": "Qwen/Qwen2.5-7B"},
-    HALF_GPU | {"rollout.free_cache_engine": False},
     SMALL_MODEL | {"rollout.gpu_memory_utilization": 0.01},
     SMALL_MODEL | {"rollout.kv_cache_gib": 100.0},
     HALF_GPU | SMALL_MODEL | {"model.enable_gradient_checkpointing": False, "trainer.swap_to_host": False},

@@ -101,7 +101,7 @@ def test_a_hub_id_is_found_in_the_hub_cache_before_the_published_sizes(tmp_path:
 
 
 UNRELEASED = ["Qwen/Qwen2.5-4B", "Qwen/Qwen2.5-7B-Instruct-AWQ", "Qwen/Qwen2.5-7B "]
-NOT_HERE = ["", "nothing", "no/such/model", "*", "some/m*", "~nobody-of-this-name/x", "a" * 400]
+NOT_HERE = ["", "no/such/model", "some/m*", "~nobody-of-this-name/x", "a" * 400]
 
 
 @pytest.mark.parametrize("path", UNRELEASED + NOT_HERE)
@@ -114,15 +114,12 @@ def test_what_is_not_here_has_no_shape(path: str, work_dir: Path) -> None:
     "changes",
     [
         {"architectures": ["LlamaForCausalLM"]},
-        {"architectures": None},
         {"vocab_size": None},
         {"hidden_size": "16"},
-        {"hidden_size": 16.5},
         {"num_hidden_layers": 0},
-        {"intermediate_size": -1},
         {"num_key_value_heads": []},
         {"tie_word_embeddings": "yes"},
-        *("", "{", "[]", "null", '"Qwen2ForCausalLM"', "\udcff"),
+        *("", "[]", "\udcff"),
     ],
 )
 def test_another_config_has_no_shape(changes: dict[str, object] | str, tmp_path: Path) -> None:

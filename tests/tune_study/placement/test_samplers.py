@@ -172,9 +172,6 @@ def test_a_plan_says_why_torch_runs_the_model(
     assert "torch instead" not in run_dry(tmp_path)
     reason = "torch instead of compiled code: it does not support LoRA adapters"
     assert reason in run_dry(tmp_path, "--set", "model.lora_rank=2")
-    typed = ["--set", "rollout.name=torch", "--set", "model.compiled_passes=false"]
-    assert "torch instead" not in run_dry(tmp_path, "--set", "model.lora_rank=2", *typed)
-    assert "its hidden size of 1024 is above 512" in run_dry(tmp_path, "--model", large_folder)
     # One arm is enough: without a KL term, the reference is not loaded.
     reference = ["--set", f"model.reference_path={large_folder}", "--set", "trainer.measure_val_kl=false"]
     assert "torch instead" not in run_dry(tmp_path, "--kl-values", "0", *reference)

@@ -62,7 +62,6 @@ GOOD = format_study("my-lr", {"actor.lr": ("1e-4", "1e-3")})
     [
         (None, "s.py", "There is no file s.py"),
         ("x = 1\n", "s.py", "has no Study called STUDY"),
-        ("def f(:\n", "s.py", "SyntaxError: invalid syntax (s.py, line 1)"),
         ("x = 1\ny = 1 / 0\n", "s.py", "ZeroDivisionError: division by zero (s.py, line 2: `y = 1 / 0`)"),
         (GOOD.replace('"my-lr"', '"kl"'), "s.py", "called kl, like a study of this package"),
         (GOOD.replace('"my-lr"', '"My LR"'), "s.py", "a name has lower-case words"),
@@ -71,16 +70,13 @@ GOOD = format_study("my-lr", {"actor.lr": ("1e-4", "1e-3")})
             "s.py",
             "needs values under one of the presets paper, laptop, small, stress",
         ),
-        ("STUDY = 3\n", "s.py", "has no Study called STUDY"),
         ("\0", "s.py", "s.py"),
         (b"\xff\xfe", "s.py", "can't decode byte 0xff"),
-        ("x = 1\n", "folder.py", "There is no file folder.py"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_explained(
     tmp_path: Path, text: str | bytes | None, typed: str, message: str
 ) -> None:
-    (tmp_path / "folder.py").mkdir()
     if text is not None:
         (tmp_path / "s.py").write_bytes(text.encode() if isinstance(text, str) else text)
     code, output, error = type_words("run", typed, "--preset", "laptop", "--dry-run")
@@ -104,15 +100,11 @@ NAMED = (
     [
         ("w-o KL", "w/o KL", "has no `/`, no character that cannot be shown, and no `.` at its start"),
         ("w-o KL", "w/o KL", "type another name, such as w-o KL."),
-        ("w-o KL", "../../../esc", "type another name, such as esc."),
-        ("w-o KL", r"a\tb", "no character that cannot be shown, and no"),
         ("w-o KL", r"a\x00b", "no character that cannot be shown"),
-        ("w-o KL", r"a\u202eb", "no character that cannot be shown"),
         ("w-o KL", r"a\ud800b", "no character that cannot be shown"),
         ("w-o KL", "", "has the value ``, which cannot name an arm"),
         ("the KL", r"\ud800", "cannot be recorded in study.json: 0=\\ud800: must be a valid string"),
         ("baseline='w-o KL'", "baseline='{arm}'", "declares '{arm}', which is a template here and may have the fields"),
-        ("baseline='w-o KL'", "baseline='{'", "declares '{', which is a template"),
         ("margins={}", "margins={'final_val_success': '0.1'}", "margins.final_val_success=0.1"),
     ],
 )
@@ -154,7 +146,7 @@ def test_what_is_tested_stays_that_of_the_first_start(tmp_path: Path) -> None:
         contrasts = {contrast: (("3e-4", "1e-4"),)}
         axis = Axis("actor.lr", {"laptop": ("1e-4", "3e-4")})
         study = Study("my-lr", PPO, "?", axis, {}, baseline=baseline, contrasts=contrasts)
-        return OwnStudy(study, StudySource("lr.py", text, accepts_change=True))
+        return OwnStudy(study, StudySource("lr.py", text))
 
     def start(own_study: OwnStudy) -> Path:
         plan = plan_study(tmp_path, None, study=own_study.study)

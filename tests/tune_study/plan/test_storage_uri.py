@@ -15,16 +15,11 @@ QUERY_FIELDS = ("endpoint_override", "region", "scheme", "project_id", "user", "
 @pytest.mark.parametrize(
     "uri",
     [
-        "s3://bucket/a:b",
         "hdfs://host:8020/x",
         "gs://anonymous@bucket/x",
-        "/mnt/a:b",
-        "./a:b",
-        "../a@b",
         "~me@domain/x",
         "folder/a:b@c",
         "s3://b?endpoint_override=[::1]:9000",
-        "s3://b?endpoint_override=host:9000",
         "s3://b/x?endpoint_override=https%3A%2F%2Fs3.host&scheme=http&region=eu-west-1",
         "abfs://container@account.dfs.core.windows.net/x",
         "file:///mnt/a%40b%3Bc%23d%3Fe",

@@ -208,39 +208,3 @@ def test_a_study_of_trl(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["val_success"] == row["eval_reward"] for row in rows)
     assert all(row["kl_to_reference"] >= 0 for row in rows)
-
-
-REWARD = """
-def score(completions, answer, **_):
-    return [float(str(text).split()[-1:] == [str(number)]) for text, number in zip(completions, answer)]
-"""
-
-
-@pytest.mark.slow
-def test_the_recipe_of_trl_trains_smollm2(tmp_path: Path) -> None:
-    model = ROOT / "build" / "smollm2"
-    if not model.exists():
-        pytest.skip("make smollm2")
-    (tmp_path / "my_rewards.py").write_text(REWARD)
-    (tmp_path / "data").mkdir()
-    lines = (model / "sums.jsonl").read_text().splitlines()
-    (tmp_path / "data" / "train.jsonl").write_text("\n".join(lines[:32]))
-    (tmp_path / "data" / "test.jsonl").write_text("\n".join(lines[32:36]))
-    recipe = (ROOT / "examples" / "recipes" / "trl_grpo.py").read_text()
-    options = "--use_cpu --bf16 False --max_completion_length 8 --per_device_train_batch_size 4"
-    for old, new in {
-        "Qwen/Qwen2.5-0.5B-Instruct": str(model),
-        "{flags}": f"{options} --per_device_eval_batch_size 4 {{flags}}",
-        '"num_generations": 8': '"num_generations": 4',
-        "--eval_steps 10": "--eval_steps 1",
-        '"python -m trl': f'"{sys.executable} -m trl',
-        "gpus=1,": "gpus=0,",
-    }.items():
-        assert old in recipe
-        recipe = recipe.replace(old, new)
-    (tmp_path / "smol.py").write_text(recipe)
-    answer = type_command(tmp_path, "run", "smol.py", "--values", "0.04", "--seeds", "1", "--steps", "2")
-    assert answer.code == 0, answer.err[-2000:]
-    rows = read_rows(tmp_path, "0.04")
-    assert [row["step"] for row in rows] == [1, 2]
-    assert all(0 <= row["val_success"] <= 1 and row["entropy"] > 0 for row in rows)

@@ -148,13 +148,6 @@ def test_only_what_may_pass_is_tried_again(outcome: Outcome) -> None:
     assert read_written_steps(outcome.plan, CRASHES_ONCE) == list(range(1, STEPS + 1))  # from its own state
 
 
-@pytest.mark.parametrize("arm", [IS_WRONG, DIVERGES, FAILS_IN_SETUP])
-def test_a_failure_that_is_not_retried_is_a_result(outcome: Outcome, arm: str) -> None:
-    result = load_ray_frame(outcome.plan.folder).set_index("config/run/arm").loc[arm]
-    assert (result["failure_class"], result["failure"]) == (outcome.arms[arm].failure_class, outcome.arms[arm].reason)
-    assert result["done"]
-
-
 def test_every_run_is_recorded_as_ended_with_its_files(outcome: Outcome) -> None:
     from ray.tune import ExperimentAnalysis
 
@@ -314,22 +307,6 @@ def test_finished_runs_are_named_and_not_run_again(outcome: Outcome, extended: O
     assert log.count(f"step {STEPS}/{STEPS}") == 1
 
 
-@pytest.mark.slow
-def test_tunes_own_views_list_the_runs_of_the_last_start(extended: Outcome) -> None:
-    frame = load_ray_frame(extended.plan.folder).set_index("run_id")
-    trial_ids = {run_id: status.trial_id for run_id, status in map_statuses(extended).items()}
-    assert frame["trial_id"].to_dict() == {run_id: trial_ids[run_id] for run_id in frame.index}
-    assert {find_run_id(extended.plan, arm) for arm in FAILED} <= {*frame.index}
-    assert find_run_id(extended.plan, COLLAPSES) not in frame.index
-    for run_id in frame.index:
-        history = pd.read_csv(extended.plan.folder / run_id / "progress.csv")["step"].dropna().tolist()
-        assert history[-1] == read_run_rows(extended.plan.get_run_dir(run_id))[-1]["step"]
-
-
-def map_statuses(outcome: Outcome) -> dict[str, StatusRecord]:
-    return {status.run_id: status for status in outcome.arms.values()}
-
-
 @pytest.fixture(scope="module")
 def interrupted(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """A study that was interrupted by Ctrl-C when its first run, which collapses later, was at step 4.
@@ -434,14 +411,6 @@ def run_on_gpus(plan: StudyPlan, num_parallel: int) -> list[dict[str, Any]]:
 def test_two_halves_share_each_gpu(tmp_path: Path) -> None:
     placements = run_on_gpus(make_gpu_plan(tmp_path, 0.5, ("0", "0.1", "0.2", "0.3")), 4)
     assert Counter(placement["visible"] for placement in placements) == {"0": 2, "1": 2}
-
-
-@pytest.mark.slow
-def test_a_run_on_two_whole_gpus_is_one_group_on_one_node(tmp_path: Path) -> None:
-    placements = run_on_gpus(make_gpu_plan(tmp_path, 2, ("0", "0.1")), 1)
-    assert [placement["bundles"] for placement in placements] == [2, 2]
-    assert [placement["strategy"] for placement in placements] == ["STRICT_PACK", "STRICT_PACK"]
-    assert [sorted((placement["visible"], placement["other"])) for placement in placements] == [["0", "1"], ["0", "1"]]
 
 
 # Refusals.

@@ -14,10 +14,9 @@ from sandboxes.update_rules.family import make_sandbox_study
 from search_spaces.catalog import STUDIES
 from tests.fakes.plans import plan_study
 from tests.fakes.sessions import run_here
-from tests.fakes.wandb_files import read_wandb_files
 from trainable.files.json_values import read_object
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from trainable.runs.study_record import StatusRecord, WandbTarget, find_record, write_record
+from trainable.runs.study_record import StatusRecord, find_record, write_record
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.plan.study_plan import StudyPlan, set_max_seeds
 
@@ -181,10 +180,3 @@ def test_a_run_that_had_ended_when_the_study_was_killed_keeps_its_end(ray_sessio
     assert {run_id: (status.status, status.reason) for run_id, status in statuses_after.items()} == {
         run_id: (status.status, status.reason) for run_id, status in statuses_before.items()
     }
-
-
-@pytest.mark.slow
-def test_runs_of_one_trial_are_runs_of_their_own_in_wandb(ray_session: None, tmp_path: Path) -> None:
-    plan = replace(make_plan_in(tmp_path, 2, ("DG",)), wandb=WandbTarget("offline"))
-    assert run_here(plan)[0] == 0
-    assert sorted(read_wandb_files(tmp_path)) == sorted(spec.run_id for spec in plan.runs)

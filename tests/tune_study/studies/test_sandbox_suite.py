@@ -34,14 +34,5 @@ def test_the_suite_runs_every_study_in_one_ray_and_writes_an_index(tmp_path: Pat
         assert set(trials["status"]) <= {"completed", "early_stopped"}
 
 
-def test_a_suite_with_more_seeds_goes_on_with_each_of_its_studies(tmp_path: Path) -> None:
-    run_smoke(tmp_path, "sandbox-evidence")
-    output_text = run_smoke(tmp_path, "sandbox-evidence", "--seeds", "2", "--extend")
-    assert "arm DG seed 0 is completed and is not run again" in output_text
-    for name in SUITES["sandbox-evidence"]:
-        trials = pd.read_parquet(tmp_path / "results" / name.replace("-", "_") / "trials.parquet")
-        assert len(trials) == 2 * len(STUDIES[name].axis.grids["laptop"])
-
-
 def read_study_name(folder: Path) -> str:
     return str(json.loads((folder / "study.json").read_text())["name"])

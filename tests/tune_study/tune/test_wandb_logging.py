@@ -59,10 +59,6 @@ def test_trouble_ends_the_logging_and_is_told(tmp_path: Path) -> None:
     assert log.close()
 
 
-def test_a_study_that_never_started_has_nothing_to_end(tmp_path: Path) -> None:
-    assert WandbLog(make_plan_in(tmp_path)).close() == ""
-
-
 @pytest.mark.long
 def test_each_step_is_there_once_whatever_an_earlier_start_wrote(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path)
@@ -158,16 +154,6 @@ def test_an_analysis_is_logged_under_the_published_keys(tmp_path: Path) -> None:
     norms = {row["component"]: row["norm"] for row in FakeAnalysis(51).make_line()["rows"] if row["bucket"] == "all"}
     assert last_metrics["actor/grad_norm/task"] == norms["task"]
     assert log._read_gradient_analysis(run_id, 51, {}) == {}
-
-
-@pytest.mark.long
-def test_a_step_with_an_analysis_is_written_whole(tmp_path: Path) -> None:
-    plan = make_plan_in(tmp_path)
-    run_dir = plan.get_run_dir(plan.runs[0].run_id)
-    append_record(run_dir / GRADIENTS_FILE, FakeAnalysis(1).make_line())
-    append_record(run_dir / METRICS_FILE, {**make_empty_row(), "step": 1, "seconds_gradient_analysis": 2.5})
-    log_study(plan)
-    assert list(tmp_path.rglob("*group_rv_table*"))
 
 
 def choose(plan: StudyPlan, mode: str | None = None, project: str | None = None) -> WandbTarget:

@@ -12,7 +12,6 @@ from analysis.sweep.symptoms import PERMUTATION_SEED, find_onsets
 from analysis.sweep.verdicts import format_p_value
 from tests.analysis.sweep.test_symptoms import STUDY, write_collapse
 from tests.fakes.command_line import assert_refused, get_output, type_in
-from tests.fakes.lines import append_record
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.files.json_values import read_object, write_object
 from trainable.runs.episode_lines import RecordedEpisode, RecordedTurn
@@ -70,19 +69,6 @@ def test_episodes_are_from_before_during_and_after_the_collapse() -> None:
     assert choose_episodes([], onsets, 38) == []
 
 
-def test_an_episode_is_printed_with_escapes(folder: Path) -> None:
-    run_dir = folder / "runs" / FakeRun("0", 2).run_id
-    for episode in (make_episode(0, 123, True), make_episode(40, 123, False)):
-        append_record(run_dir / "episodes.jsonl", episode.to_line())
-    output = get_output(f"explain {folder} --arm 0 --seed 2")
-    lines = output.splitlines()
-    start = lines.index("Level 123 after step 0: success, score 1.5")
-    board = ["  | <user>board 123", "  | ####<end>"]
-    assert lines[start + 1 : start + 5] == [*board, "  > go 0\\x1b[31m<end>", "    Up, Left, reward -0.2"]
-    assert lines[start + 8] == "    no action (invalid reply), reward -0.2"
-    assert "Level 123 after step 40: out of turns, score 1.5" in lines
-
-
 @pytest.mark.long
 def test_several_runs_are_summarized(folder: Path) -> None:
     output = get_output(f"explain {folder}")
@@ -92,11 +78,6 @@ def test_several_runs_are_summarized(folder: Path) -> None:
     assert "% of the symptoms changed in these runs before the collapse" in lines[2]
     assert lines[-1] == f"One run: python -m tune_study explain {folder} --arm 0 --seed 0"
     assert type_in(lines[-1].partition("tune_study ")[2]).code == 0
-
-
-def test_a_run_without_collapse_can_be_read_too(folder: Path) -> None:
-    output = get_output(f"explain {folder} --arm 0.1")
-    assert output.startswith("Arm 0.1, seed 0: completed at step 60.")
 
 
 def test_without_a_collapse_the_command_says_what_to_type(tmp_path: Path) -> None:

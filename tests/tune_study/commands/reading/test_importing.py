@@ -151,25 +151,3 @@ def test_a_table_names_the_runs_of_charts(tmp_path: Path, work_dir: Path) -> Non
     assert "3 runs" in get_output(
         f"noise-floor {write_chart(tmp_path / 'same.csv', dict(list(successes.items())[:3]), 'eval/reward')}"
     )
-
-
-def test_six_published_seeds_of_ppo_and_grpo_are_open(tmp_path: Path) -> None:
-    """CartPole, mean return of the last 30 episodes (github.com/jsboige/CoursIA, pull request 13439), over 500."""
-    seeds = (0, 1, 7, 42, 99, 123)
-    returns = {
-        "PPO": (282.27, 330.27, 186.40, 341.23, 306.57, 349.43),
-        "GRPO": (365.43, 95.30, 61.93, 290.73, 177.10, 195.40),
-    }
-    rows = [
-        f"{arm},{seed},1,{value / 500}\n"
-        for arm, values in returns.items()
-        for seed, value in zip(seeds, values, strict=True)
-    ]
-    table = tmp_path / "runs.csv"
-    table.write_text("algorithm,seed,step,val_success\n" + "".join(rows))
-    text = get_output(f"import {table} --arm algorithm --output {tmp_path / 'out'}")
-    difference = stats.ttest_rel(returns["GRPO"], returns["PPO"])
-    (line,) = [line for line in text.splitlines() if line.startswith("GRPO ")]
-    low, high = (f"{bound / 500:+.3f}".replace("-", "−") for bound in difference.confidence_interval())
-    assert "open" in line
-    assert f"[{low}, {high}]" in line

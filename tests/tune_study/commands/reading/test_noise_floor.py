@@ -11,7 +11,6 @@ import pytest
 from scipy import stats
 
 from analysis.data.load import load
-from analysis.stats.estimates import estimate_deviation
 from tests.fakes.command_line import assert_refused, get_output, type_words
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from tests.trainable.sources.logs import write_json_lines, write_verl_run
@@ -51,26 +50,6 @@ def test_numbers_are_those_of_a_computation_by_hand(floors: dict[str, Any]) -> N
         # The formula of the plan is simulated, so the power is not exact.
         for name, deviation in zip(("difference", "low", "high"), (std, *bounds), strict=True):
             assert compute_power_by_hand(row[name], deviation, row["seeds"]) == pytest.approx(0.8, abs=0.02)
-
-
-@pytest.mark.parametrize(("change", "factor"), [(lambda value: 2 * value, 2), (lambda value: 1 - value, 1)])
-def test_a_floor_has_the_scale_of_the_values_and_no_sign(
-    floors: dict[str, Any], change: Any, factor: float, tmp_path: Path
-) -> None:
-    (tmp_path / "changed").mkdir()
-    changed = read_floors(*write_logs(tmp_path / "changed", list(map(change, SUCCESSES))))
-    for name in ("std", "std_low", "std_high"):
-        assert changed[name] == pytest.approx(factor * floors[name])
-    for row, other in zip(floors["floors"][1:], changed["floors"][1:], strict=True):
-        assert [other[name] for name in ("difference", "low", "high")] == pytest.approx(
-            [factor * row[name] for name in ("difference", "low", "high")]
-        )
-
-
-def test_the_interval_of_a_deviation_covers_it_as_often_as_it_says() -> None:
-    samples = np.random.default_rng(0).normal(scale=3, size=(2000, 4))
-    estimates = [estimate_deviation(sample) for sample in samples]
-    assert np.mean([estimate.low <= 3 <= estimate.high for estimate in estimates]) == pytest.approx(0.95, abs=0.015)
 
 
 def test_a_study_has_the_noise_of_its_baseline_or_of_another_arm(tmp_path: Path) -> None:

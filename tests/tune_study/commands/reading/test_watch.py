@@ -55,12 +55,9 @@ def test_the_address_with_its_token_opens_the_page() -> None:
     [
         ({}, "403 Forbidden"),
         ({"QUERY_STRING": "token=wrong"}, "403 Forbidden"),
-        ({"QUERY_STRING": "token="}, "403 Forbidden"),
-        ({"HTTP_COOKIE": f"tune_study_{PORT}=wrong"}, "403 Forbidden"),
         ({"HTTP_COOKIE": f"tune_study_{PORT + 1}={TOKEN}"}, "403 Forbidden"),
         ({"HTTP_COOKIE": "\x00;;=;"}, "403 Forbidden"),
         ({"REQUEST_METHOD": "POST", "QUERY_STRING": f"token={TOKEN}"}, "405 Method Not Allowed"),
-        ({"REQUEST_METHOD": "DELETE"}, "405 Method Not Allowed"),
         ({"PATH_INFO": "/../study.json", "QUERY_STRING": f"token={TOKEN}"}, "404 Not Found"),
     ],
     ids=str,
@@ -100,14 +97,6 @@ def test_the_page_has_the_report_and_the_state_of_each_run(folder: Path) -> None
     assert read_files(folder) == before
     assert 'http-equiv="refresh"' not in paused
     assert '<a href="/">continue</a>' in paused
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("quick_looks")
-def test_new_rows_make_a_new_page(folder: Path) -> None:
-    with watch.LiveReport(str(folder)) as report:
-        write_next_row(folder)
-        wait_for(lambda: "11 of 60" in report.render(10))
 
 
 @pytest.mark.long
@@ -164,24 +153,16 @@ def test_a_run_that_its_trainer_writes_is_running_while_the_trainer_is(tmp_path:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("quick_looks")
-@pytest.mark.parametrize(
-    "error",
-    [
-        pytest.param(OSError("gone"), id="of a file", marks=pytest.mark.slow),
-        pytest.param(KeyError("run_id"), id="of the code"),
-    ],
-)
-def test_a_failed_look_is_said_and_tried_again(error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-
+def test_a_failed_look_is_said_and_tried_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any, **options: Any) -> Any:
-        raise error
+        raise KeyError("run_id")
 
     with watch.LiveReport(str(folder)) as report:
         assert "10 of 60" in report.render(10)
         with monkeypatch.context() as patched:
             patched.setattr(watch, "load", fail)
             write_next_row(folder)
-            wait_for(lambda: f"{type(error).__name__}: " in report.render(10))
+            wait_for(lambda: "KeyError: " in report.render(10))
             assert "10 of 60" in report.render(10)
         wait_for(lambda: "11 of 60" in report.render(10) and "Not rebuilt" not in report.render(10))
 
