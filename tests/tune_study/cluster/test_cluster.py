@@ -110,13 +110,6 @@ def local_plan(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
     return train_without_ray(make_cpu_plan(tmp_path_factory.mktemp("local")), 2)
 
 
-def check_rows(plan: StudyPlan, local_plan: StudyPlan) -> None:
-    """Check that the rows of a study are those of the local study."""
-    for spec in plan.runs:
-        rows, local_rows = (read_rows(each.get_run_dir(spec.run_id) / METRICS_FILE) for each in (plan, local_plan))
-        assert [drop_times(row) for row in rows] == [drop_times(row) for row in local_rows]
-
-
 def check_same_results(plan: StudyPlan, local_plan: StudyPlan, storage: str, folder: Path) -> None:
     """Check that rows, evaluations and final weights of the study in storage are those of the local study."""
     assert len(plan.runs) == 2
@@ -202,10 +195,49 @@ def test_a_node_that_does_not_share_the_folder_gets_no_run(fake_cluster: FakeClu
     folder = fake_cluster.hidden / "not-shared"
     process = type_in(fake_cluster, folder, "run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", *SMALL_OPTIONS)
     assert process.returncode == 0, process.stderr
-    (line, *_) = [line for line in process.stdout.splitlines() if "failed, retrying: node: no run is placed on" in line]
-    assert f"again: it does not see the study in file://{folder}" in line
-    assert ": type --output with a folder that all nodes share, or --storage" in line
-    check_rows(make_cpu_plan(folder), local_plan)
+    (line,) = [line for line in process.stdout.splitlines() if line.startswith("No run is placed on the node ")]
+    assert f": it cannot use file://{folder}, where every run writes (" in line
+    assert "): type --output with a folder that all nodes share, or --storage" in line
+    plan = make_cpu_plan(folder)
+    for spec in plan.runs:
+        rows, local_rows = (read_rows(each.get_run_dir(spec.run_id) / METRICS_FILE) for each in (plan, local_plan))
+        assert [drop_times(row) for row in rows] == [drop_times(row) for row in local_rows]
+
+
+@pytest.mark.slow
+def test_a_killed_driver_is_followed_by_one_elsewhere(
+    fake_cluster: FakeCluster, local_plan: StudyPlan, tmp_path: Path
+) -> None:
+    storage = fake_cluster.storage.replace("cluster?", "killed?")
+    plan = make_cpu_plan(tmp_path / "second")
+    words = ["run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", "--storage", storage, *SMALL_OPTIONS]
+    (tmp_path / "one").mkdir()
+    command = [sys.executable, "-m", "tune_study", *words, "--address", fake_cluster.address]
+    with subprocess.Popen(
+        command, cwd=tmp_path / "one", env=fake_cluster.environment, stdout=subprocess.DEVNULL
+    ) as driver:
+        stored_folder = StoredFolder(join_uri(storage, plan.run))
+        while not any("state/step_1/checksums.json" in name for name in stored_folder.list_files()):
+            assert driver.poll() is None
+        driver.kill()
+    study_uri = storage.replace("killed?", f"killed/{plan.run}?")
+    process = type_in(fake_cluster, tmp_path / "second", "resume", study_uri)
+    assert process.returncode == 0, process.stderr
+    check_same_results(plan, local_plan, storage, tmp_path / "look")
+
+
+@pytest.mark.slow
+def test_a_shared_folder_needs_no_storage(fake_cluster: FakeCluster, local_plan: StudyPlan, tmp_path: Path) -> None:
+    process = type_in(
+        fake_cluster, tmp_path / "out", "run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", *SMALL_OPTIONS
+    )
+    assert process.returncode == 0, process.stderr
+    plan = make_cpu_plan(tmp_path / "out")
+    for spec in plan.runs:
+        rows, local_rows = (
+            read_rows(study_plan.get_run_dir(spec.run_id) / METRICS_FILE) for study_plan in (plan, local_plan)
+        )
+        assert [drop_times(row) for row in rows] == [drop_times(row) for row in local_rows]
 
 
 # The capacity of a cluster.
@@ -335,12 +367,18 @@ def test_nodes_with_too_little_space_are_refused() -> None:
 def test_what_a_node_lacks_is_in_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     config = apply_overrides(make_plan_in(tmp_path).base_config, TORCH_SETTINGS)
-    settings = config.model_dump(mode="json")
-    report = inspect_node([settings])
+    marker, settings = (tmp_path / "marker").as_uri(), config.model_dump(mode="json")
+    own_versions = versions.read_driver_versions()
+    assert f"it cannot use {tmp_path.as_uri()}" in inspect_node(marker, [settings], own_versions).problem
+    (tmp_path / "marker").touch()
+    report = inspect_node(marker, [settings], own_versions)
     assert report.problem == ""
+    assert "it has ray " in inspect_node(marker, [settings], {**own_versions, "ray": "1.0"}).problem
     assert min(report.memory_bytes, report.disk_bytes) > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["marker"]
     missing_settings = apply_overrides(config, {"model.path": "Qwen/Qwen2.5-3B"}).model_dump(mode="json")
-    assert "Download it with `hf download Qwen/Qwen2.5-3B`" in inspect_node([settings, missing_settings]).problem
+    report = inspect_node(marker, [settings, missing_settings], own_versions)
+    assert "Download it with `hf download Qwen/Qwen2.5-3B`" in report.problem
 
 
 def test_the_sum_over_the_code_tells_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
