@@ -1,4 +1,4 @@
-"""Sections of studies whose arms form a grid: factors, the edge of a dose, heat maps, switches, and the KL loss."""
+"""Sections of studies whose arms form a grid: factors, the edge of a dose, heat maps, and switches."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import pandas as pd
 from analysis.charts.grid import draw_edges, draw_heat_maps
 from analysis.data.frames import to_records
 from analysis.data.schemas import Row
-from analysis.grid import factors, kl_anchoring, layout
+from analysis.grid import factors, layout
 from analysis.grid.layout import MEASURES, Measure, compare_switch, list_switches
 from analysis.report.common import format_p
 from analysis.report.results import SweepResults
@@ -152,6 +152,12 @@ def _describe_grid(results: SweepResults) -> Iterator[str]:
     if num_shared:
         verbs = ("appears", "counts") if num_shared == 1 else ("appear", "count")
         yield f"{count_nouns(num_shared, 'run')} with KL 0 {verbs[0]} in the panels of every loss but {verbs[1]} once."
+    if "kl" in results.known_grid.factor_values.get("actor.kl_loss_type", ()):
+        yield (
+            "In theory, k1 (kl_loss_type=kl) used as a loss does not anchor the policy to the reference: its gradient "
+            "is the gradient of log pi at the sampled tokens, which does not contain the reference and has expectation "
+            "0 on policy. The heat map of the KL to the reference shows what happened in these runs."
+        )
 
 
 def make_heat_map_table(results: SweepResults, measure: str) -> pd.DataFrame | None:
@@ -280,40 +286,4 @@ SWITCHES: Section[SweepResults] = Section(
 )
 
 
-def _list_anchor_sentences(results: SweepResults) -> list[str]:
-    return kl_anchoring.describe_anchoring(results.kl_trends, kl_anchoring.compare_to_k1(results.kl_runs))
-
-
-def _make_anchor_tables(results: SweepResults) -> Iterator[Table]:
-    yield Table(
-        [
-            name("loss", "form"),
-            number("sets", "sets", str),
-            number("runs", "runs", str),
-            number("stopped", "early_stopped", str),
-            number("rank correlation of KL\nwith the coefficient", "rho", format_signed_2),
-            number("permutation p", "p", format_p),
-            number("KL at the smallest\ncoefficient (nats)", "kl_smallest"),
-            number("KL at the largest\ncoefficient (nats)", "kl_largest"),
-            TableColumn("steps\nmeasured", lambda row: f"{row['first_step']} to {row['last_step']}", "number"),
-        ],
-        to_records(results.kl_trends) if _list_anchor_sentences(results) else [],
-    )
-
-
-ANCHOR: Section[SweepResults] = Section(
-    "anchor",
-    "Does the KL loss keep the policy at its reference?",
-    sentences=_list_anchor_sentences,
-    tables=_make_anchor_tables,
-    explanation="KL to the reference is the column `kl_to_reference`: the k3 estimate at the trained tokens before "
-    "each update, for every form of the loss. (`kl_loss` differs by form, so it is not compared.) The runs of a set "
-    "differ only in the coefficient; their KL is averaged over the last quarter of the steps that all of them have. "
-    "The table gives Spearman's correlation within each set, averaged over the sets of a seed and then over seeds, "
-    "with Student's t interval over seeds. p comes from permuting KL within sets.",
-    files=lambda results: (
-        {"grid_kl_to_reference": results.kl_runs.drop(columns="match")} if len(results.kl_runs) else {}
-    ),
-    when=lambda results: results.grid is not None,
-)
-GRID_SECTIONS = (GRID, SWITCHES, ANCHOR)
+GRID_SECTIONS = (GRID, SWITCHES)

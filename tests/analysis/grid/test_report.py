@@ -179,6 +179,6 @@ def test_the_sections_are_complete(results: SweepResults) -> None:
         "All pairs have the same seed and thus share random numbers, so no difference has an interval.",
     ):
         assert sentence in words
-    assert {"grid", "switches", "anchor"} <= set(page.ids)
+    assert {"grid", "switches"} <= set(page.ids)
     labels = layout.make_arm_labels(results.frames, results.grid)
     assert all(label in words for label in labels.values())
