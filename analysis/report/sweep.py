@@ -380,13 +380,12 @@ def _make_learning_table(results: SweepResults) -> Iterator[Table]:
 LEARNING: Section[SweepResults] = Section(
     "learning",
     "Before and after training",
-    sentences=lambda results: [
-        line for row in results.arms if row["is_baseline"] for line in findings.describe_learning(row)
-    ],
     tables=_make_learning_table,
     explanation="Means over scored runs. The test levels are evaluated once, at the end of a run, and nothing is tuned "
     "on them. Unseen levels are validation levels that equal no training level of the run, not even mirrored. "
-    "Sampled success after training is the mean of the last four validations. The mean of the curve is over all steps.",
+    "Sampled success after training is the mean of the last four validations. The mean of the curve is over all steps. "
+    "If sampled success rises and greedy success does not, the policy may only sample more often the replies that it "
+    "already preferred.",
 )
 
 

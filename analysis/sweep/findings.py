@@ -14,8 +14,6 @@ from analysis.stats.estimates import Estimate
 from analysis.sweep.verdicts import (
     MIN_REGIME_RUNS,
     count_nouns,
-    format_fraction,
-    format_interval,
     format_number,
     format_p_value,
     format_signed,
@@ -192,50 +190,6 @@ def describe_trend(trend: Estimate, page_p_value: float, dose_response: pd.DataF
         f"{page_text}"
         f"{' Arms named by words are left out.' if dose_response['is_word'].any() else ''}"
         f"{' A stopped run counts with its last value.' if dose_response['early_stopped'].any() else ''}"
-    )
-
-
-def describe_learning(row: dict[str, Any]) -> list[str]:
-    """Sentences on success before and after training of one arm. row: a row of `tables.summarize_arms`."""
-    if np.isnan(row["gain"]):
-        return [f"Arm {row['arm']} was not validated before training, so its gain is not known."]
-    gains = [
-        f"{mode} success by {format_signed(row[key])} {format_interval(row[f'{key}_low'], row[f'{key}_high'])}".strip()
-        for mode, key in (("sampled", "gain"), ("greedy", "gain_greedy"))
-        if not np.isnan(row[key])
-    ]
-    basis = f", {row['gain_basis']}" if row["gain_basis"] else ""
-    sentences = [f"In arm {row['arm']}, training changed {' and '.join(gains)}{basis}.", _interpret_gain(row)]
-    # Sampled success can rise to the greedy success of the base policy by sharper sampling alone, without a new skill.
-    base_greedy, final = row["base_val_greedy_success"], row["late_val_success"]
-    if not np.isnan(base_greedy):
-        side = "above" if final > base_greedy else "not above"
-        sentences.append(
-            f"Sampled success at the end ({format_fraction(final)}) is {side} the greedy success of the base policy "
-            f"({format_fraction(base_greedy)})."
-        )
-    return sentences
-
-
-def _interpret_gain(row: dict[str, Any]) -> str:
-    """What the gains in sampled and greedy success show together: more solved levels, or only sharper sampling."""
-    if np.isnan(row["gain_low"]):
-        return "It is open whether this gain is more than chance, because nothing shows how much equal runs differ."
-    if not row["gain_low"] > 0:
-        return "Sampled success does not clearly rise."
-    if np.isnan(row["gain_greedy_low"]):
-        return (
-            "The gain in greedy success is unknown or has no interval, so it is open whether the policy solves more "
-            "levels or only samples with less noise."
-        )
-    if row["gain_greedy_low"] > 0:
-        return (
-            "Both rise: the most likely reply solves more levels than before, so the gain is more than a reduction of "
-            "sampling noise. It does not show which skill was learned."
-        )
-    return (
-        "Sampled success rises, and greedy success does not clearly rise: the policy may only sample more often the "
-        "replies that it already preferred. This is no evidence that it solves levels that it could not solve before."
     )
 
 

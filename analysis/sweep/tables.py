@@ -64,7 +64,6 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
     for arm in compare.list_arms(frames):
         gain, gain_greedy = compare.estimate_gain(late, base, arm), compare.estimate_gain(greedy, base_greedy, arm)
         row = {**_summarize_arm(frames, late, arm, baseline, stops[arm]), **compare.make_estimate_columns("gain", gain)}
-        row["gain_basis"] = compare.describe_basis(late, gain, late.get_doubt(late.noise.unpaired, arm))
         row |= compare.make_estimate_columns("gain_greedy", gain_greedy)
         level_variance = level_variances.get(arm, math.nan)
         rows.append(row | _compare_to_baseline(late, arm, baseline, margin, level_variance, stops))
