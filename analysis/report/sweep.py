@@ -250,6 +250,10 @@ def _has_no_trees(results: SweepResults) -> bool:
     return bool(results.frames.steps["val_children"].isna().all())
 
 
+def _keeps_every_group(results: SweepResults) -> bool:
+    return bool((results.frames.steps["kept_ratio"].dropna() == 1).all())
+
+
 VALIDATION_CURVE = Curve(
     "validation_curves",
     "val_success",
@@ -301,7 +305,21 @@ SIGNAL_CURVES = (
         "groups_kept",
         "groups trained on (groups)",
         "Number of collected groups that the filter kept.",
-        is_uninformative=lambda results: bool((results.frames.steps["kept_ratio"].dropna() == 1).all()),
+        is_uninformative=_keeps_every_group,
+    ),
+    Curve(
+        "retrieval",
+        "collapse_trajectory_retrieval_accuracy",
+        "retrieval, all turns (fraction)",
+        "Fraction of sampled thoughts that the policy finds more likely after their own prompt than after every other "
+        "prompt. If it falls to chance (`collapse_trajectory_retrieval_chance_level`) while entropy stays high, "
+        "thoughts vary without depending on the level.",
+    ),
+    Curve(
+        "retrieval_first_turn",
+        "collapse_first_turn_retrieval_accuracy",
+        "retrieval, first turns (fraction)",
+        "The same for the thoughts of first turns.",
     ),
 )
 CURVES = (*SUCCESS_CURVES, *SIGNAL_CURVES)
@@ -488,7 +506,7 @@ def _describe_stops(results: SweepResults) -> Iterator[str]:
     trials = results.frames.trials
     if not (trials["status"] == "early_stopped").any():
         yield "No rule stopped a run."
-    if len(trials) and CURVES[-1].is_uninformative(results):
+    if len(trials) and _keeps_every_group(results):
         yield "Every group was used for training in every step: the filter removed none."
 
 
@@ -498,22 +516,6 @@ STOPS: Section[SweepResults] = Section(
     sentences=_describe_stops,
     figures=tuple(map(_make_curve_figure, SIGNAL_CURVES)),
     tables=_make_stop_tables,
-)
-
-
-RETRIEVAL: Section[SweepResults] = Section(
-    "retrieval",
-    "Do thoughts still depend on their prompt?",
-    figures=(
-        Figure(
-            "retrieval",
-            "Retrieval is the fraction of sampled thoughts that the policy finds more likely after their own prompt "
-            "than after every other prompt; the dashed line is chance. Each line is the mean over the runs of an arm. "
-            "If retrieval falls to chance while entropy stays high, thoughts vary without depending on the level.",
-            lambda results: None if results.search else series.make_arm_lines(results.line_frames),
-            lambda table, results: charts.draw_arm_lines(table, results.line_colors),
-        ),
-    ),
 )
 
 
@@ -649,7 +651,7 @@ def _make_heading(results: SweepResults) -> Heading:
 
 
 _RESULTS = (VERDICTS, SEARCH, FORK, COLLAPSE, FACTORS, DOSE_RESPONSE, LEARNING_CURVES, EDGE, *GRID_SECTIONS)
-_DETAILS = (common.CONTRASTS, ORDER, CAVEATS, LEARNING, TIME, SECONDARY, STOPS, RETRIEVAL, GRADIENTS)
+_DETAILS = (common.CONTRASTS, ORDER, CAVEATS, LEARNING, TIME, SECONDARY, STOPS, GRADIENTS)
 _RECORDS = (EXAMPLES, BUDGETS, CONSISTENCY, RUNS, REPRODUCTION)
 SWEEP_REPORT: Report[SweepResults] = Report(
     SweepResults,

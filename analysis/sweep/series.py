@@ -18,10 +18,6 @@ BUDGETS: Mapping[str, str] = {
     "seconds_total": "run time",
 }
 """What a run costs, and how a report labels it."""
-RETRIEVAL_LABELS = {
-    "collapse_trajectory_retrieval_accuracy": "retrieval, all turns (fraction)",
-    "collapse_first_turn_retrieval_accuracy": "retrieval, first turns (fraction)",
-}
 
 
 def make_curves(frames: StudyFrames, column: str) -> pd.DataFrame:
@@ -70,29 +66,6 @@ def compute_mean_curves(table: pd.DataFrame, *, carry_forward: bool = False) -> 
             pd.DataFrame({"arm": arm, "step": values_by_run.index, "value": values_by_run.mean(axis=1).to_numpy()})
         )
     return pd.concat(mean_frames, ignore_index=True) if mean_frames else pd.DataFrame(columns=["arm", "step", "value"])
-
-
-def make_arm_lines(frames: StudyFrames) -> pd.DataFrame:
-    """Average retrieval accuracy and entropy over the runs of each arm by step: arm, measure, step, value, chance.
-
-    Retrieval accuracy is the fraction of thoughts that are more likely after their prompt than after all others. chance
-    is the accuracy of thoughts that do not depend on the prompt, averaged over all runs at the step (missing for
-    entropy). Empty if no run measured retrieval.
-    """
-    measured = frames.steps.columns[frames.steps.notna().any()]
-    names = [name for name in (*RETRIEVAL_LABELS, "entropy") if name in measured]
-    columns = ["arm", "measure", "step", "value", "chance"]
-    # Entropy alone has its own figure; here it is drawn only for comparison with retrieval.
-    if not set(names) & set(RETRIEVAL_LABELS):
-        return pd.DataFrame(columns=columns)
-    line_frames = []
-    for name in names:
-        chance = np.nan if name == "entropy" else frames.steps[name.replace("_accuracy", "_chance_level")]
-        rows = frames.steps[["arm", "step"]].assign(value=frames.steps[name], chance=chance).dropna(subset="value")
-        rows["chance"] = rows.groupby("step")["chance"].transform("mean")
-        means = rows.groupby(["arm", "step"], sort=False, as_index=False).mean().sort_values("step", kind="stable")
-        line_frames.append(means.assign(measure=RETRIEVAL_LABELS.get(name, "entropy (nats per token)")))
-    return pd.concat(line_frames, ignore_index=True)[columns]
 
 
 def compare_at_equal_budget(frames: StudyFrames) -> pd.DataFrame:
