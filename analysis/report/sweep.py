@@ -489,13 +489,10 @@ def _make_stop_tables(results: SweepResults) -> Iterator[Table]:
             name("arm"),
             count_of("stopped", "failed_stops", "scored"),
             number("fraction stopped", "stopped_fraction", format_fraction, ("stopped_low", "stopped_high")),
-            number("success as scored:\nlast value kept", "late_val_success", format_fraction),
-            number("stopped runs\nscored 0", "late_stopped_as_zero", format_fraction),
-            number("stopped runs\nleft out", "late_survivors", format_fraction),
             number("stops against\nthe baseline,\nHolm p", "p_stopped_holm", format_p),
         ],
         scored if stopped else [],
-        fold=results.fold("Stopped runs of each arm, scored in three ways"),
+        fold=results.fold("Stopped runs of each arm"),
         note="The fraction of scored runs that were stopped has Wilson's 95 % interval; a stop at a success of 0.9 or "
         "more does not count. Fisher's exact test compares this fraction with the baseline's; its p-values are "
         "corrected for the number of arms.",

@@ -43,8 +43,7 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
     * `levels_low` and `levels_high` are the interval of the difference for other levels, too.
     * `failed_stops` is the number of scored runs that a rule stopped as failures (`compare.find_failed_stops`),
       `stopped_fraction` their fraction with Wilson's interval, `p_stopped` is from Fisher's test against the baseline,
-      corrected in `p_stopped_holm`. `late_stopped_as_zero` is the mean success at the end with these runs counted as 0;
-      `late_survivors` is the mean without them. `other_scoring` says whether this would change the outcome.
+      corrected in `p_stopped_holm`. `other_scoring` says if the outcome would change with them scored 0 or left out.
     * Costs are means over scored runs, or over all runs if none is scored.
     """
     (study,) = compare.require_single_study(frames).studies
@@ -158,8 +157,6 @@ def _summarize_arm(
         "stopped_fraction": stopped.value,
         "stopped_low": stopped.low,
         "stopped_high": stopped.high,
-        "late_stopped_as_zero": scored_runs["late_val_success"].mask(is_stopped, 0.0).mean(),
-        "late_survivors": scored_runs["late_val_success"][~is_stopped].mean(),
         **{name: paid_runs[name].mean() for name in BUDGETS},
         "kept_ratio": frames.steps.loc[frames.steps["run_id"].isin(paid_runs["run_id"]), "kept_ratio"].mean(),
         "stops": describe_stops(scored_runs),
