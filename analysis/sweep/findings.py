@@ -258,8 +258,6 @@ def describe_looks(study: StudyRecord) -> list[str]:
     ]
 
 
-MAX_COPY_RATIO = 1.1
-"""Sequences in a batch per episode that it was made from; with more, a report says that some count several times."""
 MAX_MARGIN_SHARE = 0.2
 """From this share of the baseline's success on, the margin of equality is said to be large."""
 DEFAULT_MISMATCH_LIMIT = 0.05
@@ -349,15 +347,6 @@ def _list_scoring_caveats(frames: StudyFrames, summary: pd.DataFrame) -> Iterato
             "more is no failure. The notes of a verdict say whether it would change if stopped runs were scored 0 or "
             "left out."
         )
-    group_size = flatten_settings(frames.studies[0].settings).get("env.group_size")
-    if type(group_size) is int and group_size > 0:
-        episodes = frames.steps["groups_kept"] * group_size
-        ratios = (frames.steps["batch_size"] / episodes.where(episodes > 0)).groupby(frames.steps["arm"]).mean()
-        if (ratios > MAX_COPY_RATIO).any():
-            yield (
-                f"Batches were filled with random copies of their episodes, as published: in arm {ratios.idxmax()} an "
-                f"episode counts {ratios.max():.2g} times on average. `actor.ppo_mini_batch_size` sets how often."
-            )
     if count := int((~statuses.isin(compare.SCORED_STATUSES)).sum()):
         yield f"{count} of {len(statuses)} runs neither completed nor were stopped by a rule; they are not scored."
     # Below 1 % of dropped groups, the budgets of the arms are nearly equal anyway.
@@ -401,30 +390,21 @@ def list_arm_settings(frames: StudyFrames) -> list[dict[str, Any]]:
 def describe_curves(table: pd.DataFrame, name: str) -> str:
     """The first values of a column, and between which arms the last ones lie; empty without a scored run.
 
-    The value of an arm is the mean over its scored runs, each at its own last step. Where each run has one value, none
-    is called the first. table: from `series.make_curves`. name: what the values are, with their unit.
+    The value of an arm is the mean over its scored runs, each at its own last step. table: from `series.make_curves`.
+    name: what the values are, with their unit.
     """
     scored_rows = table[table["status"].isin(compare.SCORED_STATUSES)]
     if scored_rows.empty:
         return ""
-    if not scored_rows["run_id"].duplicated().any():
-        span = _describe_span(scored_rows.groupby("arm", sort=False)["value"].mean())
-        steps = scored_rows["step"]
-        time = f"at step {steps.iloc[0]:g}" if steps.nunique() == 1 else "at the end"
-        return f"{name[0].upper()}{name[1:]}: {span} {time}, the only measurement of each run."
     runs = scored_rows.groupby(["arm", "run_id"], sort=False)["value"]
     firsts, lasts = (values.groupby("arm", sort=False).mean() for values in (runs.first(), runs.last()))
     low, high = format_number(firsts.min()), format_number(firsts.max())
     first = f"{low}{' in every arm' * (len(firsts) > 1)}" if low == high else f"between {low} and {high}"
-    return f"{name[0].upper()}{name[1:]}: {first} at first; {_describe_span(lasts)} at the end."
-
-
-def _describe_span(values: "pd.Series[float]") -> str:
-    """The smallest and the largest value by arm: `between 0.12 (KL 1) and 0.35 (KL 0)`."""
-    low, high = format_number(values.min()), format_number(values.max())
+    low, high = format_number(lasts.min()), format_number(lasts.max())
+    last = f"between {low} ({lasts.idxmin()}) and {high} ({lasts.idxmax()})"
     if low == high:
-        return f"{low} in every arm" if len(values) > 1 else low
-    return f"between {low} ({values.idxmin()}) and {high} ({values.idxmax()})"
+        last = f"{low}{' in every arm' * (len(lasts) > 1)}"
+    return f"{name[0].upper()}{name[1:]}: {first} at first; {last} at the end."
 
 
 def describe_confirmation(study: StudyRecord) -> str:

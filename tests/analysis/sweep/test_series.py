@@ -89,10 +89,3 @@ def test_figures_say_what_their_numbers_come_to() -> None:
     equal = table.assign(value=8.0)
     assert findings.describe_curves(equal, "groups") == "Groups: 8 in every arm at first; 8 in every arm at the end."
     assert findings.describe_curves(table[table["run_id"] == "r4"], "success") == ""
-    single = table[table["step"] == 5]
-    assert findings.describe_curves(single, "success") == (
-        "Success: between 0.1 (b) and 0.4 (a) at step 5, the only measurement of each run."
-    )
-    assert findings.describe_curves(single.assign(step=[5, 7]), "success") == (
-        "Success: between 0.1 (b) and 0.4 (a) at the end, the only measurement of each run."
-    )
