@@ -22,7 +22,7 @@ from analysis.report import common
 from analysis.report.common import format_p
 from analysis.report.fork import FORK
 from analysis.report.gradients import GRADIENTS
-from analysis.report.grid import EDGE, FACTORS, GRID_SECTIONS, describe_factors
+from analysis.report.grid import EDGE, FACTORS, GRID, describe_factors
 from analysis.report.pages import list_consistency
 from analysis.report.results import SweepResults
 from analysis.report.search import SEARCH
@@ -626,7 +626,7 @@ def _make_heading(results: SweepResults) -> Heading:
     )
 
 
-_RESULTS = (VERDICTS, SEARCH, FORK, COLLAPSE, FACTORS, DOSE_RESPONSE, LEARNING_CURVES, EDGE, *GRID_SECTIONS)
+_RESULTS = (VERDICTS, SEARCH, FORK, COLLAPSE, FACTORS, DOSE_RESPONSE, LEARNING_CURVES, EDGE, GRID)
 _DETAILS = (common.CONTRASTS, ORDER, CAVEATS, LEARNING, TIME, SECONDARY, STOPS, GRADIENTS)
 _RECORDS = (EXAMPLES, BUDGETS, CONSISTENCY, RUNS, REPRODUCTION)
 SWEEP_REPORT: Report[SweepResults] = Report(
