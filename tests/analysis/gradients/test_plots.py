@@ -18,7 +18,6 @@ from analysis.charts import chart as charts
 from analysis.charts import gradients as plots
 from analysis.charts.chart import make_arm_colors
 from analysis.data.frames import StudyFrames
-from analysis.gradients import files
 from analysis.gradients import tables as gradients
 from analysis.gradients.files import draw_step, write_analyses
 from analysis.gradients.published_metrics import make_published_metrics
@@ -227,16 +226,6 @@ def test_titles_say_what_is_before_the_filter_and_what_is_a_probe() -> None:
     frames = make_frames(replace(WITH_KL, source="probe"))
     figures = draw_step(frames.gradients, frames.gradient_groups)
     assert get_title(figures["summary"]) == ["Summary", "arm0-seed0, probe of step 51, after the filter"]
-
-
-@pytest.mark.slow
-def test_the_title_of_a_comparison_of_probes_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
-    monkeypatch.setattr(files, "_save_chart", lambda chart, path: drawn.append(chart))
-    for name, source in (("a", "probe"), ("b", "train")):
-        frames = make_frames(replace(AFTER, source=source))
-        write_analyses(frames.gradients, frames.gradient_groups, [51], tmp_path / name / "made")
-    assert [get_title(chart)[1] for chart in drawn[5::6]] == ["arm0-seed0, probes", "arm0-seed0"]
 
 
 @pytest.mark.parametrize("values", [(0.2, 0.9), (-0.4, 30.0), (0.0, 400.0), (-2e4, 3.0), (0.91, 0.94)])

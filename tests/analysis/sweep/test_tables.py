@@ -209,20 +209,6 @@ def test_a_failed_run_is_named_and_not_scored(three_seed_frames: StudyFrames) ->
     assert values.isna().sum(axis=1).to_dict() == {"0": 0, "0.1": 0, "1": 0, "nofilter": 1}
 
 
-@pytest.mark.long
-def test_an_arm_that_lost_a_run_is_not_easier_to_call_worse(tmp_path: Path) -> None:
-    runs = [
-        FakeRun(arm, seed, success=(0.35, end))
-        for arm, end in (("0", 0.6), ("0.1", 0.6), ("1", 0.5))
-        for seed in range(3)
-    ]
-    whole = get_row(make_frames(tmp_path / "whole", *runs), "1")
-    runs[-1] = FakeRun("1", 2, status="failed", steps=12)
-    reduced = get_row(make_frames(tmp_path / "reduced", *runs), "1")
-    assert (reduced["seeds"], reduced["df"], reduced["outcome"]) == (2, 1, "open")
-    assert whole["difference_high"] < 0 < reduced["difference_high"]
-
-
 def test_stops_have_their_own_rate(three_seed_frames: StudyFrames) -> None:
     row = get_row(three_seed_frames, "1")
     assert row["stopped_fraction"] == pytest.approx(1 / 3)
