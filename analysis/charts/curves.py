@@ -1,4 +1,4 @@
-"""Charts over training steps: columns of runs, means of arms, survival, and onsets of symptoms."""
+"""Charts over training steps: columns of runs, survival, and onsets of symptoms; and intervals of differences."""
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -118,30 +118,6 @@ def draw_survival(table: pd.DataFrame, colors: Mapping[str, str]) -> alt.LayerCh
     tooltips = [*charts.make_tooltips("arm:N", "step:Q"), fraction, *charts.make_tooltips("collapsed:Q", "runs:Q")]
     targets = alt.Chart(table).mark_point(size=60, filled=True)
     return charts.layer(lines.encode(*channels), targets.encode(*channels, tooltip=tooltips))
-
-
-def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> alt.VConcatChart:
-    """Draw a panel per measure with a line per arm. The dashed line shows chance.
-
-    table: from `series.make_arm_lines`. colors: by arm.
-    """
-    choice, x, color = charts.choose("arm"), charts.make_step_axis(), charts.make_arm_color(colors, table)
-    tooltips = charts.make_tooltips("arm:N", "step:Q", "value:Q")
-    panels = []
-    for index, (measure, rows) in enumerate(table.groupby("measure", sort=False)):
-        axis = alt.Axis(title=str(measure), tickCount=5)
-        y = alt.Y("value:Q", axis=axis, scale=alt.Scale(zero=True))
-        lines = alt.Chart(rows, name=f"measure{index}").mark_line(strokeWidth=2, point=alt.OverlayMarkDef(size=24))
-        # The legend of all panels has the choice of the first.
-        lines = lines if index else lines.add_params(choice)
-        # Chance is a mean over all runs, so every arm has the same value at a step.
-        chance = alt.Chart(rows.dropna(subset="chance").drop_duplicates("step")[["step", "chance"]])
-        guess = chance.mark_line(strokeDash=[4, 3], color=charts.INK, opacity=0.6).encode(
-            x, alt.Y("chance:Q", axis=axis)
-        )
-        curves = lines.encode(x, y, color, opacity=charts.make_opacity(choice), tooltip=tooltips)
-        panels.append(charts.layer(curves, guess, height=160, width=600))
-    return alt.VConcatChart(vconcat=panels)
 
 
 def draw_onsets(table: pd.DataFrame, colors: Mapping[str, str]) -> alt.LayerChart:

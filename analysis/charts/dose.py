@@ -27,10 +27,9 @@ def draw_dose_response(
     points = _make_points(table)
     choices = charts.choose("measure"), alt.selection_point(name="arm", fields=["arm"])
     opacity = charts.make_opacity(choices[0] & choices[1])
-    note = "log scale; 0 and named arms stand apart" if table["scale"].iloc[0] == "log" else "evenly spaced by rank"
     x = alt.X(
         "x:Q",
-        axis=alt.Axis(labels=False, ticks=False, grid=False, title=f"{setting}  ({note})", titlePadding=24),
+        axis=alt.Axis(labels=False, ticks=False, grid=False, title=f"{setting}  (evenly spaced)", titlePadding=24),
         scale=alt.Scale(zero=False, nice=False, padding=24),
     )
     y_axis = alt.Axis(title="success (fraction of episodes)")
@@ -53,7 +52,7 @@ def draw_dose_response(
     dots = alt.Chart(single_runs[["arm", "x", "value"]]).mark_point(
         size=14, filled=True, color=charts.INK, opacity=0.55
     )
-    # Arms have positions of their own, in which 0 and words have a place, so their labels are texts below the axis.
+    # Words have positions, too, so the labels of arms are texts below the axis.
     ticks = alt.Chart(table[["x", "tick"]]).mark_text(dy=12)
     stopped = points[(points["column"] == "success") & (points["early_stopped"] > 0)]
     has_failed = stopped["early_stopped"] == stopped["scored"]

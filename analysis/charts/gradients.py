@@ -1,7 +1,7 @@
 """Charts of gradient analyses. A loss component that is off has a panel that says so."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
@@ -15,7 +15,6 @@ COMPONENT_COLORS: Mapping[str, str] = {
     "task": "#0072b2",
     "entropy": "#a6761d",
     "kl": "#00875f",
-    "value": "#b8578f",
     "total": "#777777",
     "regularizer": "#7b61c4",
     "reward_std": "#2f86b5",
@@ -24,9 +23,7 @@ COMPONENT_LABELS: Mapping[str, str] = {
     "task": "task (policy)",
     "entropy": "entropy",
     "kl": "KL",
-    "value": "value",
     "total": "total",
-    "regularizer": "regularizer: KL + entropy",
 }
 FILTER_LABELS: Mapping[bool, str] = {True: "before the filter", False: "after the filter"}
 REWARD_STD_LABEL = "mean reward std of the bucket (reward)"
@@ -179,71 +176,20 @@ def _draw_norms_by_reward_std(
     )
 
 
-# ---------------------------------------------------------------------- signal, shares, and lines of a report
-
-
-def draw_signal(signal_table: pd.DataFrame, share_table: pd.DataFrame, title: str, label: str) -> alt.VConcatChart:
-    """Draw signal-to-noise ratios and signed shares against the reward std; a column per state of the filter.
-
-    signal_table, share_table: from `make_signal_table` and `make_share_table`, for one run, source and step. label: of
-    the axis of the shares.
-    """
-    ratios = signal_table[signal_table["bucket"] != "all"].rename(
-        columns={"component": "line", "snr": "value", "snr_low": "low", "snr_high": "high"}
-    )
-    has_none = ratios["value"].isna().groupby(ratios["prefilter"]).transform("all")
-    ratios = ratios.assign(note=np.where(has_none, "no ratio: a bucket needs two groups with a gradient", ""))
-    bounds = {"regularizer_low": "low", "regularizer_high": "high"}
-    keys = ["prefilter", "reward_std_mean", "bucket", *bounds]
-    shares = share_table.melt(keys, ["task", "entropy", "kl", "value", "regularizer"], "line", "share")
-    shares = shares.rename(columns={"share": "value", **bounds}).assign(note="")
-    # The interval is that of the regularizer.
-    shares[["low", "high"]] = shares[["low", "high"]].where(shares["line"] == "regularizer")
-    drawn = {*ratios["line"], *shares.dropna(subset="value")["line"]}
-    colors = {text: COMPONENT_COLORS[name] for name, text in COMPONENT_LABELS.items() if name in drawn}
-    # Between shares of 0 and 1 a component is part of the step; outside, components oppose each other.
-    panels = [(ratios, "signal / noise (1)", (0.0,)), (shares, label, (0.0, 1.0))]
-    return alt.VConcatChart(
-        vconcat=[
-            _draw_by_reward_std(
-                rows.assign(line=rows["line"].map(COMPONENT_LABELS), curve="", reward_std=rows["reward_std_mean"]),
-                colors,
-                axis_title,
-                lines_at=lines_at,
-                # Where entropy is the only regularizer, both have one line.
-                dashed={COMPONENT_LABELS["regularizer"]},
-            )
-            for rows, axis_title, lines_at in panels
-        ],
-        title=_make_title(["Signal and shares", title]),
-    )
+# ---------------------------------------------------------------------- lines of a report
 
 
 def draw_lines(table: pd.DataFrame, colors: Mapping[str, str], label: str) -> alt.FacetChart:
     """Draw a curve against the reward std for each run and step; a panel per state of the filter. Probes are dashed.
 
-    table: from `make_signal_lines` or `make_share_lines`. colors: by line. label: of the vertical axis.
+    The vertical axis is linear from -1 to 1. table: from `make_signal_lines` or `make_share_lines`. colors: by line.
+    label: of the vertical axis.
     """
     probes = {*table.loc[table["source"] == "probe", "line"]}
-    rows = table.assign(curve=table["run_id"] + " " + table["step"].astype(str), note="")
-    return _draw_by_reward_std(rows, colors, label, dashed=probes, choice=choose("line"))
-
-
-def _draw_by_reward_std(
-    table: pd.DataFrame,
-    colors: Mapping[str, str],
-    label: str,
-    *,
-    lines_at: Sequence[float] = (0.0,),
-    dashed: Collection[str] = (),
-    choice: alt.Parameter | None = None,
-) -> alt.FacetChart:
-    """Draw curves and their intervals against the reward std, on an axis that is linear from -1 to 1.
-
-    table: with prefilter, line, curve, bucket, reward_std, value, low, high and note. dashed: lines. choice: of a line.
-    """
-    columns = ["state", "line", "curve", "bucket", "reward_std", "value", "low", "high", "note"]
-    data = table.assign(state=table["prefilter"].map(FILTER_LABELS))[columns]
+    columns = ["state", "line", "curve", "bucket", "reward_std", "value", "low", "high"]
+    data = table.assign(
+        curve=table["run_id"] + " " + table["step"].astype(str), state=table["prefilter"].map(FILTER_LABELS)
+    )[columns]
     scale, axis = _make_scale(data[["value", "low", "high"]].to_numpy(dtype=float), 1.0)
     x_axis = alt.Axis(title=REWARD_STD_LABEL, tickCount=5)
     x = alt.X("reward_std:Q", axis=x_axis, scale=alt.Scale(zero=False, padding=8))
@@ -251,19 +197,18 @@ def _draw_by_reward_std(
     y = alt.Y("value:Q", axis=y_axis, scale=scale)
     color = make_color("line", colors, make_legend())
     # One legend shows the color and the dashes of a line.
-    dashes = alt.Scale(domain=list(colors), range=[[5, 3] if line in dashed else [1, 0] for line in colors])
+    dashes = alt.Scale(domain=list(colors), range=[[5, 3] if line in probes else [1, 0] for line in colors])
     dash = alt.StrokeDash("line:N", legend=make_legend(), scale=dashes)
-    opacity = {"opacity": make_opacity(choice)} if choice else {}
-    known = alt.Chart().transform_filter("isValid(datum.value)")
+    choice = choose("line")
+    opacity = make_opacity(choice)
     tooltips = make_tooltips("line:N", "bucket:N", "reward_std:Q", "value:Q", "low:Q", "high:Q")
-    points = known.mark_point(filled=True, size=36, opacity=1).encode(x, y, color, tooltip=tooltips, **opacity)
+    points = alt.Chart().mark_point(filled=True, size=36, opacity=1).add_params(choice)
     intervals = alt.Chart().transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.5)
     layers = [
-        *(draw_line_at(y=height) for height in lines_at),
-        intervals.encode(x, alt.Y("low:Q", axis=y_axis, scale=scale), alt.Y2("high:Q"), color, **opacity),
-        known.mark_line(strokeWidth=1.5).encode(x, y, color, dash, alt.Detail("curve:N"), **opacity),
-        points.add_params(choice) if choice else points,
-        _draw_notes(),
+        draw_line_at(y=0.0),
+        intervals.encode(x, alt.Y("low:Q", axis=y_axis, scale=scale), alt.Y2("high:Q"), color, opacity=opacity),
+        alt.Chart().mark_line(strokeWidth=1.5).encode(x, y, color, dash, alt.Detail("curve:N"), opacity=opacity),
+        points.encode(x, y, color, tooltip=tooltips, opacity=opacity),
     ]
     states = [FILTER_LABELS[state] for state in sorted(set(table["prefilter"]), reverse=True)]
     chart = alt.LayerChart(data=data, layer=layers, width=1.4 * _WIDTH, height=1.2 * _HEIGHT)

@@ -19,7 +19,7 @@ MAX_COMPARED_STEPS = 3  # each is a row of panels, so the comparison stays one s
 def write_analyses(gradients: pd.DataFrame, groups: pd.DataFrame, steps: Sequence[int], folder: Path) -> list[Path]:
     """Write the files of each step, and gradient_analysis_steps.png, which compares up to three; return all paths.
 
-    A step has six figures, the published metrics, and the reward std of every group. With more than three steps, the
+    A step has five figures, the published metrics, and the reward std of every group. With more than three steps, the
     comparison shows the first, the last and one in the middle.
 
     gradients, groups: rows of the frames of `StudyFrames` of one run and source. steps: with an analysis. folder:
@@ -54,25 +54,18 @@ def write_analyses(gradients: pd.DataFrame, groups: pd.DataFrame, steps: Sequenc
 
 
 def draw_step(rows: pd.DataFrame, groups: pd.DataFrame) -> dict[str, alt.TopLevelMixin]:
-    """Draw the six figures of one run, source and step: {middle of the file name: figure}.
+    """Draw the figures of one run, source and step: {middle of the published file name: figure}.
 
-    The first five show the batch that the update sees; the last also shows the batch before the filter. The keys match
-    the published files, except for `signal`, which has no published counterpart.
+    They show the batch that the update sees.
     """
     trained_rows = tables.select_trained(rows)
     buckets, summary = tables.make_bucket_table(trained_rows), tables.make_summary_table(trained_rows)
-    first_row, column = rows.iloc[0], tables.choose_share_column(rows)
+    first_row = rows.iloc[0]
     name = f"{first_row['run_id']}, {'probe of ' * (first_row['source'] == 'probe')}step {first_row['step']}"
     title = f"{name}, {plots.FILTER_LABELS[bool(trained_rows['prefilter'].iloc[0])]}"
     return {
         **plots.draw_buckets(buckets, summary, title),
         "summary": plots.draw_summary(summary, tables.select_trained(groups), title),
-        "signal": plots.draw_signal(
-            tables.make_signal_table(rows),
-            tables.make_share_table(rows, column),
-            name,
-            tables.SHARE_LABELS[column],
-        ),
     }
 
 

@@ -24,11 +24,6 @@ REGULARIZERS = ("kl", "entropy")
 COMPONENTS = ("task", *REGULARIZERS)
 _REWARD_STDS = ("reward_std_mean", "reward_std_min", "reward_std_max")
 TREND_MEASURES = ("norm", "mean_norm", "signal")
-SIGNAL_COLUMNS = (
-    *("reward_std_mean", "group_count", "fold_count", "norm", "mean_norm", "signal", "noise"),
-    *("snr", "snr_low", "snr_high", "share", "signal_share", "signal_share_low", "signal_share_high", "weight"),
-    *("cosine_task", "cosine_entropy", "cosine_kl"),
-)
 SHARE_LABELS: Mapping[str, str] = {
     "signal_share": "signed share of the expected step (fraction)",
     "share": "signed share of the sampled step (fraction)",
@@ -134,16 +129,6 @@ def make_steps_table(gradients: pd.DataFrame, steps: Sequence[int]) -> pd.DataFr
         for step, rows in rows_by_step.items()
     ]
     return pd.concat(summaries, ignore_index=True)
-
-
-def make_signal_table(gradients: pd.DataFrame) -> pd.DataFrame:
-    """Make a table of signal and noise estimates: a row per bucket (`all` last) and component of every analysis.
-
-    Columns: `ANALYSIS_KEYS`, bucket, component, `SIGNAL_COLUMNS` (docs/metrics.md). Noise does not bias `signal`. It
-    increases the published norm and `mean_norm`, which are included for comparison.
-    """
-    rows = drop_empty_batches(pd.concat([select_buckets(gradients), gradients[gradients["bucket"] == WHOLE_BATCH]]))
-    return rows[[*ANALYSIS_KEYS, "bucket", "component", *SIGNAL_COLUMNS]].reset_index(drop=True)
 
 
 def choose_share_column(gradients: pd.DataFrame) -> str:

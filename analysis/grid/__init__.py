@@ -1,1 +1,1 @@
-"""Studies whose arms form a grid of factors: panels, heat maps, switches, and the edges of a dose."""
+"""Studies whose arms form a grid of factors: panels, heat maps, and the edges of a dose."""

@@ -132,7 +132,6 @@ def _make_contrast_tables(results: StudyResults) -> Iterator[Table]:
                 number("Holm p", "p_holm", format_p),
                 number("seeds", "seeds", str),
                 TableColumn("pairs", _format_pairs, "number"),
-                *(number(word, word, str) for word in ("lower", "higher", "equal")),
                 TableColumn("not counted, or stopped", _format_run_notes),
             ],
             to_records(contrasts[contrasts["column"] == key]),

@@ -1,4 +1,4 @@
-"""Sections of studies whose arms form a grid: factors, the edge of a dose, heat maps, switches, and the KL loss."""
+"""Sections of studies whose arms form a grid: factors, the edge of a dose, and heat maps."""
 
 from collections.abc import Iterator
 
@@ -7,8 +7,8 @@ import pandas as pd
 from analysis.charts.grid import draw_edges, draw_heat_maps
 from analysis.data.frames import to_records
 from analysis.data.schemas import Row
-from analysis.grid import factors, kl_anchoring, layout
-from analysis.grid.layout import MEASURES, Measure, compare_switch, list_switches
+from analysis.grid import factors, layout
+from analysis.grid.layout import MEASURES, Measure
 from analysis.report.common import format_p
 from analysis.report.results import SweepResults
 from analysis.report.section import Figure, Section, Table, TableColumn, count_of, name, number, text
@@ -17,7 +17,6 @@ from analysis.sweep.verdicts import (
     format_fraction,
     format_number,
     format_signed_2,
-    format_signed_number,
     format_status,
     is_missing,
 )
@@ -152,6 +151,17 @@ def _describe_grid(results: SweepResults) -> Iterator[str]:
     if num_shared:
         verbs = ("appears", "counts") if num_shared == 1 else ("appear", "count")
         yield f"{count_nouns(num_shared, 'run')} with KL 0 {verbs[0]} in the panels of every loss but {verbs[1]} once."
+    if "kl" in results.known_grid.factor_values.get("actor.kl_loss_type", ()):
+        yield (
+            "In theory, k1 (kl_loss_type=kl) used as a loss does not anchor the policy to the reference: its gradient "
+            "is the gradient of log pi at the sampled tokens, which does not contain the reference and has expectation "
+            "0 on policy. The heat map of the KL to the reference shows what happened in these runs."
+        )
+    if "algorithm.zero_task_advantage" in results.known_grid.factor_values:
+        yield (
+            "With `algorithm.zero_task_advantage`, only the entropy bonus and the KL loss move the policy, while the "
+            "critic still learns: what also changes in those panels is due to regularization."
+        )
 
 
 def make_heat_map_table(results: SweepResults, measure: str) -> pd.DataFrame | None:
@@ -232,88 +242,3 @@ GRID: Section[SweepResults] = Section(
     },
     when=lambda results: results.grid is not None,
 )
-
-
-def _make_switch_tables(results: SweepResults) -> Iterator[Table]:
-    labels = {measure.name: measure.label for measure in MEASURES}
-    for setting in list_switches(results.known_grid):
-        rows = to_records(compare_switch(results.known_grid, results.members, setting))
-        is_task = setting == "algorithm.zero_task_advantage"
-        off, on = ("task on", "zero task\nadvantage") if is_task else ("off", "on")
-        interval = "All pairs have the same seed and thus share random numbers, so no difference has an interval."
-        if rows and rows[0]["seeds"] > 1:
-            interval = (
-                f"Brackets are 95 % intervals over {rows[0]['seeds']} seeds; a seed counts as one mean over its pairs."
-            )
-        yield Table(
-            [
-                *([name("loss", "group")] if rows and rows[0]["group"] else []),
-                TableColumn("measure", lambda row: labels[row["measure"]]),
-                number("matched\npairs", "pairs", str),
-                number(off, "off"),
-                number(on, "on"),
-                number("difference", "difference", format_signed_number, ("low", "high")),
-                count_of("pairs in\nwhich higher", "higher", "pairs"),
-                number(f"stopped:\n{off}", "stopped_off", str),
-                number(f"stopped:\n{on}", "stopped_on", str),
-            ],
-            rows,
-            title="Regularization without the task" if is_task else f"{shorten_setting(setting)}, on and off",
-            caption=f"With `{setting}`, only the entropy bonus and the KL loss move the policy, while the critic still "
-            "learns. Changes in both columns are due to regularization; the difference is due to the task."
-            if is_task
-            else "",
-            note="A pair is two scored runs with otherwise equal settings and the same seed. Stopped runs count with "
-            f"their last values. {interval}",
-        )
-
-
-SWITCHES: Section[SweepResults] = Section(
-    "switches",
-    "Switches on and off",
-    tables=_make_switch_tables,
-    files=lambda results: {
-        f"grid_{setting.rpartition('.')[2]}": compare_switch(results.known_grid, results.members, setting)
-        for setting in list_switches(results.known_grid)
-    },
-    when=lambda results: results.grid is not None,
-)
-
-
-def _list_anchor_sentences(results: SweepResults) -> list[str]:
-    return kl_anchoring.describe_anchoring(results.kl_trends, kl_anchoring.compare_to_k1(results.kl_runs))
-
-
-def _make_anchor_tables(results: SweepResults) -> Iterator[Table]:
-    yield Table(
-        [
-            name("loss", "form"),
-            number("sets", "sets", str),
-            number("runs", "runs", str),
-            number("stopped", "early_stopped", str),
-            number("rank correlation of KL\nwith the coefficient", "rho", format_signed_2),
-            number("permutation p", "p", format_p),
-            number("KL at the smallest\ncoefficient (nats)", "kl_smallest"),
-            number("KL at the largest\ncoefficient (nats)", "kl_largest"),
-            TableColumn("steps\nmeasured", lambda row: f"{row['first_step']} to {row['last_step']}", "number"),
-        ],
-        to_records(results.kl_trends) if _list_anchor_sentences(results) else [],
-    )
-
-
-ANCHOR: Section[SweepResults] = Section(
-    "anchor",
-    "Does the KL loss keep the policy at its reference?",
-    sentences=_list_anchor_sentences,
-    tables=_make_anchor_tables,
-    explanation="KL to the reference is the column `kl_to_reference`: the k3 estimate at the trained tokens before "
-    "each update, for every form of the loss. (`kl_loss` differs by form, so it is not compared.) The runs of a set "
-    "differ only in the coefficient; their KL is averaged over the last quarter of the steps that all of them have. "
-    "The table gives Spearman's correlation within each set, averaged over the sets of a seed and then over seeds, "
-    "with Student's t interval over seeds. p comes from permuting KL within sets.",
-    files=lambda results: (
-        {"grid_kl_to_reference": results.kl_runs.drop(columns="match")} if len(results.kl_runs) else {}
-    ),
-    when=lambda results: results.grid is not None,
-)
-GRID_SECTIONS = (GRID, SWITCHES, ANCHOR)

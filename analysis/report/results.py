@@ -11,7 +11,7 @@ from analysis.data.compare import list_arms
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
 from analysis.data.summaries import LATE_EVALUATIONS
-from analysis.grid import edge, factors, kl_anchoring, layout
+from analysis.grid import edge, factors, layout
 from analysis.report.common import StudyResults
 from analysis.sweep import findings, symptoms, tables, time_course
 from analysis.sweep.collapse import count_collapses
@@ -123,16 +123,6 @@ class SweepResults(StudyResults):
     def factor_grid(self) -> factors.FactorGrid | None:
         """From `factors.make_factor_grid`: the outcomes over all combinations of the declared factors, if any."""
         return factors.make_factor_grid(self.frames)
-
-    @cached_property
-    def kl_runs(self) -> pd.DataFrame:
-        """From `kl_anchoring.make_kl_table`: one row per scored run with a KL loss."""
-        return kl_anchoring.make_kl_table(self.frames)
-
-    @cached_property
-    def kl_trends(self) -> pd.DataFrame:
-        """From `kl_anchoring.summarize_anchoring`: one row per form of the KL loss."""
-        return kl_anchoring.summarize_anchoring(self.kl_runs, np.random.default_rng(PERMUTATION_SEED))
 
     @cached_property
     def line_frames(self) -> StudyFrames:

@@ -22,7 +22,7 @@ from analysis.report import common
 from analysis.report.common import format_p
 from analysis.report.fork import FORK
 from analysis.report.gradients import GRADIENTS
-from analysis.report.grid import EDGE, FACTORS, GRID_SECTIONS, describe_factors
+from analysis.report.grid import EDGE, FACTORS, GRID, describe_factors
 from analysis.report.pages import list_consistency
 from analysis.report.results import SweepResults
 from analysis.report.search import SEARCH
@@ -250,6 +250,10 @@ def _has_no_trees(results: SweepResults) -> bool:
     return bool(results.frames.steps["val_children"].isna().all())
 
 
+def _keeps_every_group(results: SweepResults) -> bool:
+    return bool((results.frames.steps["kept_ratio"].dropna() == 1).all())
+
+
 VALIDATION_CURVE = Curve(
     "validation_curves",
     "val_success",
@@ -301,7 +305,21 @@ SIGNAL_CURVES = (
         "groups_kept",
         "groups trained on (groups)",
         "Number of collected groups that the filter kept.",
-        is_uninformative=lambda results: bool((results.frames.steps["kept_ratio"].dropna() == 1).all()),
+        is_uninformative=_keeps_every_group,
+    ),
+    Curve(
+        "retrieval",
+        "collapse_trajectory_retrieval_accuracy",
+        "retrieval, all turns (fraction)",
+        "Fraction of sampled thoughts that the policy finds more likely after their own prompt than after every other "
+        "prompt. If it falls to chance (`collapse_trajectory_retrieval_chance_level`) while entropy stays high, "
+        "thoughts vary without depending on the level.",
+    ),
+    Curve(
+        "retrieval_first_turn",
+        "collapse_first_turn_retrieval_accuracy",
+        "retrieval, first turns (fraction)",
+        "The same for the thoughts of first turns.",
     ),
 )
 CURVES = (*SUCCESS_CURVES, *SIGNAL_CURVES)
@@ -380,13 +398,12 @@ def _make_learning_table(results: SweepResults) -> Iterator[Table]:
 LEARNING: Section[SweepResults] = Section(
     "learning",
     "Before and after training",
-    sentences=lambda results: [
-        line for row in results.arms if row["is_baseline"] for line in findings.describe_learning(row)
-    ],
     tables=_make_learning_table,
     explanation="Means over scored runs. The test levels are evaluated once, at the end of a run, and nothing is tuned "
     "on them. Unseen levels are validation levels that equal no training level of the run, not even mirrored. "
-    "Sampled success after training is the mean of the last four validations. The mean of the curve is over all steps.",
+    "Sampled success after training is the mean of the last four validations. The mean of the curve is over all steps. "
+    "If sampled success rises and greedy success does not, the policy may only sample more often the replies that it "
+    "already preferred.",
 )
 
 
@@ -472,13 +489,10 @@ def _make_stop_tables(results: SweepResults) -> Iterator[Table]:
             name("arm"),
             count_of("stopped", "failed_stops", "scored"),
             number("fraction stopped", "stopped_fraction", format_fraction, ("stopped_low", "stopped_high")),
-            number("success as scored:\nlast value kept", "late_val_success", format_fraction),
-            number("stopped runs\nscored 0", "late_stopped_as_zero", format_fraction),
-            number("stopped runs\nleft out", "late_survivors", format_fraction),
             number("stops against\nthe baseline,\nHolm p", "p_stopped_holm", format_p),
         ],
         scored if stopped else [],
-        fold=results.fold("Stopped runs of each arm, scored in three ways"),
+        fold=results.fold("Stopped runs of each arm"),
         note="The fraction of scored runs that were stopped has Wilson's 95 % interval; a stop at a success of 0.9 or "
         "more does not count. Fisher's exact test compares this fraction with the baseline's; its p-values are "
         "corrected for the number of arms.",
@@ -489,7 +503,7 @@ def _describe_stops(results: SweepResults) -> Iterator[str]:
     trials = results.frames.trials
     if not (trials["status"] == "early_stopped").any():
         yield "No rule stopped a run."
-    if len(trials) and CURVES[-1].is_uninformative(results):
+    if len(trials) and _keeps_every_group(results):
         yield "Every group was used for training in every step: the filter removed none."
 
 
@@ -499,22 +513,6 @@ STOPS: Section[SweepResults] = Section(
     sentences=_describe_stops,
     figures=tuple(map(_make_curve_figure, SIGNAL_CURVES)),
     tables=_make_stop_tables,
-)
-
-
-RETRIEVAL: Section[SweepResults] = Section(
-    "retrieval",
-    "Do thoughts still depend on their prompt?",
-    figures=(
-        Figure(
-            "retrieval",
-            "Retrieval is the fraction of sampled thoughts that the policy finds more likely after their own prompt "
-            "than after every other prompt; the dashed line is chance. Each line is the mean over the runs of an arm. "
-            "If retrieval falls to chance while entropy stays high, thoughts vary without depending on the level.",
-            lambda results: None if results.search else series.make_arm_lines(results.line_frames),
-            lambda table, results: charts.draw_arm_lines(table, results.line_colors),
-        ),
-    ),
 )
 
 
@@ -565,47 +563,26 @@ EXAMPLES: Section[SweepResults] = Section(
 )
 
 
-def _make_budget_tables(results: SweepResults) -> Iterator[Table]:
+def _make_budget_table(results: SweepResults) -> Iterator[Table]:
     yield Table(
         [
             name("arm"),
-            *(number(label, key, _choose_format(key)) for key, label in series.BUDGETS.items()),
+            *(
+                number(label, key, format_duration if key == "seconds_total" else format_count)
+                for key, label in series.BUDGETS.items()
+            ),
             number("groups kept", "kept_ratio", format_fraction),
         ],
         results.arms,
         fold=results.fold(f"Budgets of all {len(results.arms)} arms"),
         note="Means over scored runs. Run time covers training and validation, and depends on the load of the machine.",
     )
-    table = series.compare_at_equal_budget(results.arm_frames)
-    amounts = dict(zip(table["budget"], table["amount"], strict=True))
-    yield Table(
-        [
-            name("arm"),
-            *(
-                number(f"at {_choose_format(key)(amounts[key])}\n{label}", key, format_fraction)
-                for key, label in series.BUDGETS.items()
-                if key in amounts
-            ),
-        ],
-        [
-            {"arm": arm, **dict(zip(rows["budget"], rows["success"], strict=True))}
-            for arm, rows in table.groupby("arm", sort=False)
-        ],
-        title="Success at equal budgets",
-        fold=results.fold("All arms at equal budgets"),
-        note="Sampled validation success at the smallest amount of each budget that a completed run used, interpolated "
-        "between validations. A stopped run keeps its last value.",
-    )
-
-
-def _choose_format(budget: str) -> Callable[[float], str]:
-    return format_duration if budget == "seconds_total" else format_count
 
 
 BUDGETS: Section[SweepResults] = Section(
     "budgets",
     "Budgets",
-    tables=_make_budget_tables,
+    tables=_make_budget_table,
     explanation="A filter changes how many groups a run trains on, and thus its optimizer steps and tokens. A stopped "
     "run used less of every budget.",
 )
@@ -649,8 +626,8 @@ def _make_heading(results: SweepResults) -> Heading:
     )
 
 
-_RESULTS = (VERDICTS, SEARCH, FORK, COLLAPSE, FACTORS, DOSE_RESPONSE, LEARNING_CURVES, EDGE, *GRID_SECTIONS)
-_DETAILS = (common.CONTRASTS, ORDER, CAVEATS, LEARNING, TIME, SECONDARY, STOPS, RETRIEVAL, GRADIENTS)
+_RESULTS = (VERDICTS, SEARCH, FORK, COLLAPSE, FACTORS, DOSE_RESPONSE, LEARNING_CURVES, EDGE, GRID)
+_DETAILS = (common.CONTRASTS, ORDER, CAVEATS, LEARNING, TIME, SECONDARY, STOPS, GRADIENTS)
 _RECORDS = (EXAMPLES, BUDGETS, CONSISTENCY, RUNS, REPRODUCTION)
 SWEEP_REPORT: Report[SweepResults] = Report(
     SweepResults,

@@ -29,17 +29,13 @@ _DECIMALS = 12
 """Differences are rounded to this many decimals, so that equal runs have a difference and a std of exactly 0."""
 
 _SEED_COLUMNS = ("column", "contrast", "first", "second", "seed", "first_value", "second_value", "difference")
-_RUN_NOTE_COLUMNS = ("excluded_runs", "early_stopped_runs", "num_early_stopped")
 _PAIR_COLUMNS = (
     *("column", "contrast", "first", "second", "first_mean", "second_mean", "difference", "seeds"),
-    *("lower", "higher", "equal", "first_steps", "second_steps"),
-    *_RUN_NOTE_COLUMNS,
+    *("first_steps", "second_steps"),
 )
 _CONTRAST_COLUMNS = (
     *("column", "contrast", *compare.TEST_COLUMNS, "seeds", "p_holm", "p_equal_holm", "verdict"),
-    *("pairs", "pairs_used", "lower", "higher", "equal"),
-    *("run_pairs_used", "run_pairs", "difference_same_pairs"),
-    *_RUN_NOTE_COLUMNS,
+    *("pairs", "pairs_used", "excluded_runs", "early_stopped_runs"),
 )
 
 
@@ -150,48 +146,29 @@ def _is_contrasted(
 def compute_pair_differences(frames: StudyFrames) -> pd.DataFrame:
     """Summarize each column, contrast and pair in a row: the numbers behind `compute_contrasts`, but no tests.
 
-    Means and difference are over the seeds for which both runs have a value (`seeds`). lower, higher, equal: the number
-    of these seeds in which the first arm is below, above, or equal to the second. first_steps, second_steps: planned
-    steps of the runs of each arm. excluded_runs, early_stopped_runs, num_early_stopped: see `compute_contrasts`.
+    Means and difference are over the seeds for which both runs have a value (`seeds`). first_steps, second_steps:
+    planned steps of the runs of each arm.
     """
-    return pd.DataFrame(
-        _make_pair_rows(to_records(compute_seed_differences(frames)), _index_runs(frames)), columns=list(_PAIR_COLUMNS)
-    )
-
-
-def _make_pair_rows(differences: Sequence[Row], runs: Mapping[tuple[str, int], Row]) -> list[Row]:
-    """Make the rows of `compute_pair_differences`.
-
-    differences: rows of `compute_seed_differences`, in its order. They are dicts, because a groupby over data frames of
-    three rows is slow.
-    """
+    runs = _index_runs(frames)
     rows = []
-    # itertools.groupby needs equal keys to be adjacent, as `compute_seed_differences` returns them.
+    # itertools.groupby needs equal keys to be adjacent, as `compute_seed_differences` returns them. A groupby of pandas
+    # is slow for frames of three rows.
+    differences = to_records(compute_seed_differences(frames))
     for key, group in groupby(differences, key=itemgetter(*_SEED_COLUMNS[:4])):
-        seed_rows = list(group)
-        counted_rows = [row for row in seed_rows if not math.isnan(row["difference"])]
-        seed_differences = [row["difference"] for row in counted_rows]
+        counted_rows = [row for row in group if not math.isnan(row["difference"])]
         row = dict(zip(_SEED_COLUMNS[:4], key, strict=True))
         for side in ("first", "second"):
             row[f"{side}_mean"] = _mean_or_nan([seed_row[f"{side}_value"] for seed_row in counted_rows])
             # Seeds may have been given different lengths.
             planned = {run["steps_total"] for (arm, _), run in runs.items() if arm == row[side]}
             row[f"{side}_steps"] = ", ".join(str(steps) for steps in sorted(planned) if not pd.isna(steps))
-        row |= {"difference": round(_mean_or_nan(seed_differences), _DECIMALS), "seeds": len(counted_rows)}
-        rows.append(row | _count_signs(seed_differences) | _collect_run_notes(seed_rows, runs))
-    return rows
+        mean = _mean_or_nan([seed_row["difference"] for seed_row in counted_rows])
+        rows.append(row | {"difference": round(mean, _DECIMALS), "seeds": len(counted_rows)})
+    return pd.DataFrame(rows, columns=list(_PAIR_COLUMNS))
 
 
 def _mean_or_nan(values: Sequence[float]) -> float:
     return float(np.mean(values)) if values else math.nan
-
-
-def _count_signs(differences: Sequence[float]) -> Row:
-    return {
-        "lower": sum(difference < 0 for difference in differences),
-        "higher": sum(difference > 0 for difference in differences),
-        "equal": sum(difference == 0 for difference in differences),
-    }
 
 
 def compute_contrasts(frames: StudyFrames) -> pd.DataFrame:
@@ -202,12 +179,9 @@ def compute_contrasts(frames: StudyFrames) -> pd.DataFrame:
     * p_holm, p_equal_holm: corrected with Holm's method over the contrasts of the primary outcome, and over the
       contrasts of all other columns together.
     * verdict: see `verdicts.name_verdict`. `better` and `worse` refer to the first arm of a pair.
-    * pairs: number of declared pairs; pairs_used: pairs with at least one seed; lower, higher, equal: number of used
-      pairs by the sign of the pair's mean.
-    * run_pairs: declared pairs times seeds; run_pairs_used: how many of them have a value in both runs.
-    * difference_same_pairs: the difference over only those pairs that every counted seed has.
+    * pairs: number of declared pairs; pairs_used: pairs with at least one seed.
     * excluded_runs: runs that exclude a pair for a seed, and why; early_stopped_runs: counted runs that a rule stopped,
-      with their steps; num_early_stopped: their number.
+      with their steps.
     """
     (study,), (family,) = compare.require_single_study(frames).studies, frames.families
     runs, differences = _index_runs(frames), to_records(compute_seed_differences(frames))
@@ -220,18 +194,16 @@ def compute_contrasts(frames: StudyFrames) -> pd.DataFrame:
     rows = []
     for (column, name), group in groupby(differences, key=itemgetter("column", "contrast")):
         seed_rows = list(group)
-        pair_rows = _make_pair_rows(seed_rows, runs)
+        counted_rows = [row for row in seed_rows if not math.isnan(row["difference"])]
         num_comparisons = len(contrasts) * (1 if column == family.primary_column else len(outcomes) - 1)
+        margin = compare.get_margin(study, column)
         rows.append(
             {
                 "column": column,
                 "contrast": name,
-                **_estimate_contrast(seed_rows, outcomes[column], compare.get_margin(study, column), num_comparisons),
-                "pairs": len(pair_rows),
-                "pairs_used": sum(pair["seeds"] > 0 for pair in pair_rows),
-                **_count_signs([pair["difference"] for pair in pair_rows]),
-                "run_pairs_used": sum(pair["seeds"] for pair in pair_rows),
-                "run_pairs": len(seed_rows),
+                **_estimate_contrast(counted_rows, outcomes[column], margin, num_comparisons),
+                "pairs": len({(row["first"], row["second"]) for row in seed_rows}),
+                "pairs_used": len({(row["first"], row["second"]) for row in counted_rows}),
                 **_collect_run_notes(seed_rows, runs),
             }
         )
@@ -247,13 +219,12 @@ def _estimate_contrast(
 ) -> Row:
     """Estimate the difference of a contrast in one column, with its interval over seeds.
 
-    seed_rows: the rows of `compute_seed_differences` for this contrast and column. outcomes: of the column.
-    num_comparisons: size of this test's family.
+    seed_rows: the rows of `compute_seed_differences` for this contrast and column that have a difference. outcomes: of
+    the column. num_comparisons: size of this test's family.
     """
     by_seed: dict[int, dict[tuple[str, str], float]] = {}
     for row in seed_rows:
-        if not math.isnan(row["difference"]):
-            by_seed.setdefault(row["seed"], {})[row["first"], row["second"]] = row["difference"]
+        by_seed.setdefault(row["seed"], {})[row["first"], row["second"]] = row["difference"]
     seed_means = [round(_mean_or_nan(list(by_seed[seed].values())), _DECIMALS) for seed in sorted(by_seed)]
     # Seeds may miss different pairs. Their mean has the variance of one run times the mean of their norms.
     weights = [compute_arm_weights(list(differences)) for differences in by_seed.values()]
@@ -270,17 +241,9 @@ def _estimate_contrast(
         if weight_norm > 0 or outcomes.num_comparisons
         else Estimate(_mean_or_nan(seed_means), n=len(seed_means))
     )
-    # If seeds miss different pairs, their means are over different pairs. The second difference shows whether this
-    # matters.
-    common_pairs = [pair for pair in pairs if all(pair in differences for differences in by_seed.values())]
     equal_rows = bool(pairs) and all(outcomes.has_equal_rows(*pair) for pair in pairs)
-    return {
-        **compare.make_test_columns(outcomes, estimate, margin, equal_rows=equal_rows),
-        "seeds": len(seed_means),
-        "difference_same_pairs": _mean_or_nan(
-            [differences[pair] for differences in by_seed.values() for pair in common_pairs]
-        ),
-    }
+    columns = compare.make_test_columns(outcomes, estimate, margin, equal_rows=equal_rows)
+    return {**columns, "seeds": len(seed_means)}
 
 
 def _collect_run_notes(seed_rows: Sequence[Row], runs: Mapping[tuple[str, int], Row]) -> Row:
@@ -300,7 +263,6 @@ def _collect_run_notes(seed_rows: Sequence[Row], runs: Mapping[tuple[str, int], 
     return {
         "excluded_runs": _format_seed_lists(excluded_seeds),
         "early_stopped_runs": _format_seed_lists(stopped_seeds),
-        "num_early_stopped": sum(len(seeds) for seeds in stopped_seeds.values()),
     }
 
 

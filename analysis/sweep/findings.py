@@ -14,8 +14,6 @@ from analysis.stats.estimates import Estimate
 from analysis.sweep.verdicts import (
     MIN_REGIME_RUNS,
     count_nouns,
-    format_fraction,
-    format_interval,
     format_number,
     format_p_value,
     format_signed,
@@ -195,50 +193,6 @@ def describe_trend(trend: Estimate, page_p_value: float, dose_response: pd.DataF
     )
 
 
-def describe_learning(row: dict[str, Any]) -> list[str]:
-    """Sentences on success before and after training of one arm. row: a row of `tables.summarize_arms`."""
-    if np.isnan(row["gain"]):
-        return [f"Arm {row['arm']} was not validated before training, so its gain is not known."]
-    gains = [
-        f"{mode} success by {format_signed(row[key])} {format_interval(row[f'{key}_low'], row[f'{key}_high'])}".strip()
-        for mode, key in (("sampled", "gain"), ("greedy", "gain_greedy"))
-        if not np.isnan(row[key])
-    ]
-    basis = f", {row['gain_basis']}" if row["gain_basis"] else ""
-    sentences = [f"In arm {row['arm']}, training changed {' and '.join(gains)}{basis}.", _interpret_gain(row)]
-    # Sampled success can rise to the greedy success of the base policy by sharper sampling alone, without a new skill.
-    base_greedy, final = row["base_val_greedy_success"], row["late_val_success"]
-    if not np.isnan(base_greedy):
-        side = "above" if final > base_greedy else "not above"
-        sentences.append(
-            f"Sampled success at the end ({format_fraction(final)}) is {side} the greedy success of the base policy "
-            f"({format_fraction(base_greedy)})."
-        )
-    return sentences
-
-
-def _interpret_gain(row: dict[str, Any]) -> str:
-    """What the gains in sampled and greedy success show together: more solved levels, or only sharper sampling."""
-    if np.isnan(row["gain_low"]):
-        return "It is open whether this gain is more than chance, because nothing shows how much equal runs differ."
-    if not row["gain_low"] > 0:
-        return "Sampled success does not clearly rise."
-    if np.isnan(row["gain_greedy_low"]):
-        return (
-            "The gain in greedy success is unknown or has no interval, so it is open whether the policy solves more "
-            "levels or only samples with less noise."
-        )
-    if row["gain_greedy_low"] > 0:
-        return (
-            "Both rise: the most likely reply solves more levels than before, so the gain is more than a reduction of "
-            "sampling noise. It does not show which skill was learned."
-        )
-    return (
-        "Sampled success rises, and greedy success does not clearly rise: the policy may only sample more often the "
-        "replies that it already preferred. This is no evidence that it solves levels that it could not solve before."
-    )
-
-
 SECONDARY_LABELS = {
     "mean_val_success": "mean of the validation curve",
     "final_val_greedy_success": "greedy success at the end",
@@ -304,8 +258,6 @@ def describe_looks(study: StudyRecord) -> list[str]:
     ]
 
 
-MAX_COPY_RATIO = 1.1
-"""Sequences in a batch per episode that it was made from; with more, a report says that some count several times."""
 MAX_MARGIN_SHARE = 0.2
 """From this share of the baseline's success on, the margin of equality is said to be large."""
 DEFAULT_MISMATCH_LIMIT = 0.05
@@ -395,22 +347,13 @@ def _list_scoring_caveats(frames: StudyFrames, summary: pd.DataFrame) -> Iterato
             "more is no failure. The notes of a verdict say whether it would change if stopped runs were scored 0 or "
             "left out."
         )
-    group_size = flatten_settings(frames.studies[0].settings).get("env.group_size")
-    if type(group_size) is int and group_size > 0:
-        episodes = frames.steps["groups_kept"] * group_size
-        ratios = (frames.steps["batch_size"] / episodes.where(episodes > 0)).groupby(frames.steps["arm"]).mean()
-        if (ratios > MAX_COPY_RATIO).any():
-            yield (
-                f"Batches were filled with random copies of their episodes, as published: in arm {ratios.idxmax()} an "
-                f"episode counts {ratios.max():.2g} times on average. `actor.ppo_mini_batch_size` sets how often."
-            )
     if count := int((~statuses.isin(compare.SCORED_STATUSES)).sum()):
         yield f"{count} of {len(statuses)} runs neither completed nor were stopped by a rule; they are not scored."
     # Below 1 % of dropped groups, the budgets of the arms are nearly equal anyway.
     if any(row["kept_ratio"] < 0.99 for row in rows):
         yield (
             "The filter dropped groups, and arms that keep fewer groups make fewer optimizer steps on fewer tokens. "
-            "Compare arms at equal budgets before calling one more efficient."
+            "Ceiling and midpoint compare arms by what they spent."
         )
 
 
@@ -447,30 +390,21 @@ def list_arm_settings(frames: StudyFrames) -> list[dict[str, Any]]:
 def describe_curves(table: pd.DataFrame, name: str) -> str:
     """The first values of a column, and between which arms the last ones lie; empty without a scored run.
 
-    The value of an arm is the mean over its scored runs, each at its own last step. Where each run has one value, none
-    is called the first. table: from `series.make_curves`. name: what the values are, with their unit.
+    The value of an arm is the mean over its scored runs, each at its own last step. table: from `series.make_curves`.
+    name: what the values are, with their unit.
     """
     scored_rows = table[table["status"].isin(compare.SCORED_STATUSES)]
     if scored_rows.empty:
         return ""
-    if not scored_rows["run_id"].duplicated().any():
-        span = _describe_span(scored_rows.groupby("arm", sort=False)["value"].mean())
-        steps = scored_rows["step"]
-        time = f"at step {steps.iloc[0]:g}" if steps.nunique() == 1 else "at the end"
-        return f"{name[0].upper()}{name[1:]}: {span} {time}, the only measurement of each run."
     runs = scored_rows.groupby(["arm", "run_id"], sort=False)["value"]
     firsts, lasts = (values.groupby("arm", sort=False).mean() for values in (runs.first(), runs.last()))
     low, high = format_number(firsts.min()), format_number(firsts.max())
     first = f"{low}{' in every arm' * (len(firsts) > 1)}" if low == high else f"between {low} and {high}"
-    return f"{name[0].upper()}{name[1:]}: {first} at first; {_describe_span(lasts)} at the end."
-
-
-def _describe_span(values: "pd.Series[float]") -> str:
-    """The smallest and the largest value by arm: `between 0.12 (KL 1) and 0.35 (KL 0)`."""
-    low, high = format_number(values.min()), format_number(values.max())
+    low, high = format_number(lasts.min()), format_number(lasts.max())
+    last = f"between {low} ({lasts.idxmin()}) and {high} ({lasts.idxmax()})"
     if low == high:
-        return f"{low} in every arm" if len(values) > 1 else low
-    return f"between {low} ({values.idxmin()}) and {high} ({values.idxmax()})"
+        last = f"{low}{' in every arm' * (len(lasts) > 1)}"
+    return f"{name[0].upper()}{name[1:]}: {first} at first; {last} at the end."
 
 
 def describe_confirmation(study: StudyRecord) -> str:

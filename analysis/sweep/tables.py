@@ -29,8 +29,6 @@ _MEAN_COLUMNS = (
     *("base_val_success", "base_val_greedy_success", "final_val_success", "final_val_greedy_success"),
     *("mean_val_success", "final_val_success_unseen", "peak_val_success", "test_success", "test_greedy_success"),
 )
-# Fraction of the length of a log axis: closer values would have overlapping marks and labels.
-MIN_GAP_FRACTION = 0.05
 
 
 def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
@@ -45,8 +43,7 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
     * `levels_low` and `levels_high` are the interval of the difference for other levels, too.
     * `failed_stops` is the number of scored runs that a rule stopped as failures (`compare.find_failed_stops`),
       `stopped_fraction` their fraction with Wilson's interval, `p_stopped` is from Fisher's test against the baseline,
-      corrected in `p_stopped_holm`. `late_stopped_as_zero` is the mean success at the end with these runs counted as 0;
-      `late_survivors` is the mean without them. `other_scoring` says whether this would change the outcome.
+      corrected in `p_stopped_holm`. `other_scoring` says if the outcome would change with them scored 0 or left out.
     * Costs are means over scored runs, or over all runs if none is scored.
     """
     (study,) = compare.require_single_study(frames).studies
@@ -64,7 +61,6 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
     for arm in compare.list_arms(frames):
         gain, gain_greedy = compare.estimate_gain(late, base, arm), compare.estimate_gain(greedy, base_greedy, arm)
         row = {**_summarize_arm(frames, late, arm, baseline, stops[arm]), **compare.make_estimate_columns("gain", gain)}
-        row["gain_basis"] = compare.describe_basis(late, gain, late.get_doubt(late.noise.unpaired, arm))
         row |= compare.make_estimate_columns("gain_greedy", gain_greedy)
         level_variance = level_variances.get(arm, math.nan)
         rows.append(row | _compare_to_baseline(late, arm, baseline, margin, level_variance, stops))
@@ -161,8 +157,6 @@ def _summarize_arm(
         "stopped_fraction": stopped.value,
         "stopped_low": stopped.low,
         "stopped_high": stopped.high,
-        "late_stopped_as_zero": scored_runs["late_val_success"].mask(is_stopped, 0.0).mean(),
-        "late_survivors": scored_runs["late_val_success"][~is_stopped].mean(),
         **{name: paid_runs[name].mean() for name in BUDGETS},
         "kept_ratio": frames.steps.loc[frames.steps["run_id"].isin(paid_runs["run_id"]), "kept_ratio"].mean(),
         "stops": describe_stops(scored_runs),
@@ -211,49 +205,28 @@ def _compare_stops(*stops: "pd.Series[bool]") -> float:
 def make_run_outcomes(frames: StudyFrames) -> pd.DataFrame:
     """Make a row per scored run: arm, seed, run_id, status, x (position in `make_dose_response`), outcome."""
     scored_runs = compare.require_single_study(frames).trials[frames.trials["status"].isin(compare.SCORED_STATUSES)]
-    positions = dict(zip(*compute_axis_positions(frames)[:2], strict=True))
+    positions = dict(zip(compare.list_arms(frames), compute_axis_positions(frames), strict=True))
     table = scored_runs[["arm", "seed", "run_id", "status"]].reset_index(drop=True)
     return table.assign(x=[positions[arm] for arm in table["arm"]], outcome=scored_runs["late_val_success"].to_numpy())
 
 
-def compute_axis_positions(frames: StudyFrames) -> tuple[list[str], list[float], str]:
-    """Compute the arms, their positions on the x axis of a figure, and the scale: "log" or "rank".
-
-    log: log10 of the value, with values of 0 or less set apart on the left, and words such as nofilter on the right.
-    rank: evenly spaced in the order of values. This scale is used if two values would be closer than a twentieth of the
-    log axis, as 0.98 and 1.0 are, or if fewer than two values are positive.
-    """
-    names = compare.list_arms(frames)
-    values = [float(compare.select_runs(frames, arm)["axis_value"].iloc[0]) for arm in names]
-    positive = sorted({math.log10(value) for value in values if value > 0})
-    span = positive[-1] - positive[0] if positive else 0.0
-    gaps = np.diff(positive)
-    scale = "log" if len(positive) > 1 and gaps.min() >= MIN_GAP_FRACTION * span else "rank"
-    if scale == "rank":
-        positive = [float(rank) for rank in range(len(positive))]
-        span = float(max(len(positive) - 1, 1))
-    # 0 and words are one mean gap away from the scale and from each other, but at least half a decade (or one rank).
-    offset = max(span / max(len(positive) - 1, 1), 0.5 if scale == "log" else 1.0)
-    # Without a positive value, the scale collapses to the position 0.
-    left, right = (positive[0] - offset, positive[-1]) if positive else (-offset, 0.0)
-    nonpositive_values = sorted({value for value in values if value <= 0}, reverse=True)
-    places = {value: left - offset * index for index, value in enumerate(nonpositive_values)}
-    places |= zip(sorted({value for value in values if value > 0}), positive, strict=True)
-    word_numbers = count(1)  # words are right of the scale
-    positions = [right + offset * next(word_numbers) if math.isnan(value) else places[value] for value in values]
-    return names, positions, scale
+def compute_axis_positions(frames: StudyFrames) -> list[float]:
+    """Compute the position of each arm on the x axis of a figure: evenly spaced in the order of values, then words."""
+    values = [float(compare.select_runs(frames, arm)["axis_value"].iloc[0]) for arm in compare.list_arms(frames)]
+    known = sorted({value for value in values if not math.isnan(value)})
+    word_places = count(len(known))
+    return [float(next(word_places) if math.isnan(value) else known.index(value)) for value in values]
 
 
 def make_dose_response(frames: StudyFrames, summary: pd.DataFrame) -> pd.DataFrame:
     """Make the table of the dose-response figure: a row per arm, with its position x and an interval of its success.
 
-    Columns: arm, tick (the label of x), axis_value, x, scale, is_word (the arm is named by a word), runs, scored,
+    Columns: arm, tick (the label of x), axis_value, x, is_word (the arm is named by a word), runs, scored,
     early_stopped (as failures), success, low, high, basis, greedy, test, base, base_greedy (the policy before training:
     means over all runs of the study). summary: from `summarize_arms`, with a row per arm in the same order.
     """
     if summary.empty:
         return summary
-    _, positions, scale = compute_axis_positions(compare.require_single_study(frames))
     is_word = summary["axis_value"].isna()
     names = {"failed_stops": "early_stopped", "late_val_success": "success", "late_low": "low", "late_high": "high"}
     names |= {"late_basis": "basis", "final_val_greedy_success": "greedy", "test_success": "test"}
@@ -263,8 +236,7 @@ def make_dose_response(frames: StudyFrames, summary: pd.DataFrame) -> pd.DataFra
         .assign(
             # The name of a numeric arm may be preceded by the name of its setting.
             tick=summary["arm"].where(is_word, summary["arm"].str.rpartition(" ")[2]),
-            x=positions,
-            scale=scale,
+            x=compute_axis_positions(compare.require_single_study(frames)),
             is_word=is_word,
             scored=summary["completed"] + summary["early_stopped"],
             base=frames.trials["base_val_success"].mean(),

@@ -1,6 +1,6 @@
 """Hypothesis strategies for batches of the update rules: shapes, rewards with ties, keep masks and several members."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -117,16 +117,6 @@ def cases(draw: st.DrawFn, methods: tuple[str, ...] = METHODS) -> Case:
     grouped = method in OPTIONALLY_GROUPED and draw(st.booleans())
     shape = [draw(st.integers(1, 3)) for _ in range(3)]
     return make_random_case(draw(st.integers(0, 2**20)), method, *shape, grouped=grouped, **draw(rule_settings))
-
-
-def slice_members(rollouts: Rollouts, members: slice) -> Rollouts:
-    """Return the batch of some members."""
-    candidates = rollouts.candidates
-    if candidates is not None:
-        candidates = Candidates(candidates.actions[members], candidates.log_probs[members], candidates.rewards[members])
-    values = {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
-    member_tensors = {name: value[members] for name, value in values.items() if isinstance(value, Tensor)}
-    return replace(rollouts, **member_tensors, candidates=candidates)
 
 
 def make_member(rollouts: Rollouts, e: int) -> Member:

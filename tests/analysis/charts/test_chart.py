@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from analysis.charts import chart as charts
-from analysis.charts.curves import draw_arm_lines, draw_curves, draw_intervals, draw_onsets, draw_survival
+from analysis.charts.curves import draw_curves, draw_intervals, draw_onsets, draw_survival
 from analysis.charts.dose import draw_dose_response
 from analysis.charts.gradients import COMPONENT_COLORS
 from analysis.data.frames import StudyFrames
@@ -64,7 +64,6 @@ def draw_all(frames: StudyFrames, colors: dict[str, str], arm: str, new_arm: str
     doses["tick"] = doses["tick"].replace(arm, new_arm)
     onsets = rename(symptoms.find_collapse_onsets(frames, np.random.default_rng(0)))
     onsets = onsets.assign(onset=5.0, low=4.0, high=7.0, label=onsets["label"] + new_arm)
-    lines = pd.DataFrame({"arm": new_arm, "measure": new_arm, "step": [0, 5], "value": 0.5, "chance": 0.1})
     differences = pd.DataFrame({"name": [new_arm], "difference": 0.1, "difference_low": 0.0, "difference_high": 0.2})
     return {
         "curves": draw_curves(curves, series.compute_mean_curves(curves), colors, new_arm),
@@ -72,7 +71,6 @@ def draw_all(frames: StudyFrames, colors: dict[str, str], arm: str, new_arm: str
         "doses": draw_dose_response(doses, tables.make_run_outcomes(frames), colors, new_arm),
         "survival": draw_survival(rename(compute_survival(frames)), colors),
         "onsets": draw_onsets(onsets, colors),
-        "lines": draw_arm_lines(lines, colors),
         "intervals": draw_intervals(differences, new_arm, margin=0.05, pairs=differences),
     }
 
@@ -95,7 +93,7 @@ def test_charts_are_the_same_each_time_with_texts_that_stay_texts(frames: StudyF
         assert is_printable(svg, LINE_CHARACTERS)
         assert name == "doses" or SHOWN in html.unescape(svg)
         # An interrupted run has no success at the end.
-        arms = {"curves": "0 0.1 0.3 nofilter", "doses": "0 0.3 nofilter", "onsets": "0.3", "lines": "0.3"}
+        arms = {"curves": "0 0.1 0.3 nofilter", "doses": "0 0.3 nofilter", "onsets": "0.3"}
         assert all(colors[shown] in svg for shown in arms.get(name, "").split())
         assert (charts.STOPPED_COLOR in svg) == (name in ("curves", "panels", "doses"))
         # No mark or legend has a color of Vega, which may not be seen on a dark page.

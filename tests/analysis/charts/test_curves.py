@@ -7,7 +7,7 @@ import pytest
 
 from analysis.charts import chart as charts
 from analysis.charts import curves as module
-from analysis.charts.curves import draw_arm_lines, draw_curves, draw_intervals, draw_onsets, draw_survival
+from analysis.charts.curves import draw_curves, draw_intervals, draw_onsets, draw_survival
 from analysis.data.frames import StudyFrames
 from analysis.sweep import series
 from analysis.sweep.collapse import compute_survival
@@ -118,17 +118,6 @@ def test_survival_draws_its_table(frames: StudyFrames, colors: Colors) -> None:
         assert drawn.loc["0.3"].to_list() == [[0, 5], [1, 0]]
     assert lines.mark["interpolate"] == "step-after"
     assert lines.encoding["y"]["scale"]["domain"] == [0, 1]
-
-
-def test_lines_of_arms_have_a_panel_per_measure_with_chance(colors: Colors) -> None:
-    rows = [(arm, "retrieval", step, value + step, 0.1) for arm, value in (("0", 1.0), ("0.1", 2.0)) for step in (0, 5)]
-    table = pd.DataFrame([*rows, ("0", "entropy", 0, 3.0, None)], columns=["arm", "measure", "step", "value", "chance"])
-    retrieval, guess, entropy, no_guess = read_layers(draw_arm_lines(table, colors))
-    assert retrieval.list("arm", "value") == [["0", 1], ["0", 6], ["0.1", 2], ["0.1", 7]]
-    assert [layer.encoding["y"]["axis"]["title"] for layer in (retrieval, entropy)] == ["retrieval", "entropy"]
-    assert guess.list("step", "chance") == [[0, 0.1], [5, 0.1]]
-    assert guess.mark["strokeDash"]
-    assert (len(entropy.rows), len(no_guess.rows)) == (1, 0)
 
 
 def test_onsets_are_points_in_rows_by_their_median(colors: Colors) -> None:

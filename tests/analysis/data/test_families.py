@@ -12,17 +12,15 @@ from hypothesis import strategies as st
 import analysis
 from analysis.data.frames import FRAME_NAMES, NONDETERMINISTIC_COLUMNS, SCHEMAS, StudyFrames
 from analysis.data.load import load, read_study
-from analysis.data.schemas import Row, get_family, get_schemas
+from analysis.data.schemas import get_family, get_schemas
 from analysis.data.summaries import LATE_EVALUATIONS, compute_late_mean
 from analysis.sweep.series import make_curves
 from sandboxes.update_rules import records as sandbox
-from sandboxes.update_rules.read import summarize_run
 from search_spaces.catalog import FAMILIES
 from tests.analysis.data.comparing import check_parquet, diff_all_frames
 from tests.fakes import run_folders
 from tests.fakes.run_folders import make_study_record
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, write_sandbox
-from tests.oracles.analysis import area
 from trainable.files.json_lines import read_lines, write_lines
 from trainable.files.json_values import read_object, write_object
 from trainable.runs.records import ROW_COLUMNS, STOP_COLUMNS, TOY_TIME_COLUMNS
@@ -130,37 +128,6 @@ def test_mean_entropy_is_the_area_over_its_length(
     run = FakeRun("DG", steps=60, status=status, stop=UNIFORM_STOP if status == "early_stopped" else None)
     folder = write_rows(write_sandbox(tmp_path, [run], FakeStudy(total_steps=total)), rows)
     assert read_study(folder).trials["mean_entropy"].iloc[0] == pytest.approx(mean, nan_ok=True)
-
-
-@given(st.lists(st.tuples(st.integers(1, 300), st.floats(0, 3)), min_size=1, max_size=8, unique_by=lambda row: row[0]))
-def test_mean_entropy_equals_a_fine_sum_and_ignores_rows_on_the_curve(points: list[tuple[int, float]]) -> None:
-    rows: list[Row] = [{"step": step, "entropy": height} for step, height in [(0, 1.0), *sorted(points)]]
-    end = rows[-1]["step"]
-    steps, heights = ([row[name] for row in rows] for name in ("step", "entropy"))
-    mean_entropy = summarize_run(rows, None, ())["mean_entropy"]
-    assert mean_entropy == pytest.approx(area(steps, heights, end), rel=5e-3, abs=5e-3)
-    assert min(heights) - 1e-9 <= mean_entropy <= max(heights) + 1e-9
-    dense_rows = [{"step": step, "entropy": float(np.interp(step, steps, heights))} for step in range(end + 1)]
-    assert summarize_run(dense_rows, None, ())["mean_entropy"] == pytest.approx(mean_entropy)
-    extended_mean = summarize_run(rows, 2 * end, ())["mean_entropy"]  # a second half as long, at the last value
-    assert extended_mean == pytest.approx((mean_entropy + heights[-1]) / 2)
-
-
-@pytest.mark.parametrize(
-    ("run", "status", "steps_done"),
-    [
-        (FakeRun("DG", steps=0, status="running"), "interrupted", 0),
-        (FakeRun("DG", steps=None, status=""), "never_ran", 0),
-        (FakeRun("DG", steps=47, status="early_stopped", stop=UNIFORM_STOP), "early_stopped", 47),
-        (FakeRun("DG", steps=None, status="failed"), "failed", 0),
-    ],
-)
-def test_statuses_and_steps_of_unfinished_runs(tmp_path: Path, run: FakeRun, status: str, steps_done: int) -> None:
-    frames = read_one_run(tmp_path, run)
-    assert frames.trials["status"].to_list() == [status]
-    assert frames.trials["steps_done"].to_list() == [steps_done]
-    fired = frames.steps[frames.steps["stop_rule"] != ""]
-    assert fired["step"].to_list() == ([47] if run.stop else [])
 
 
 def test_odd_lines_are_left_out(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from analysis.data.frames import SCHEMAS, StudyFrames
-from analysis.data.load import load, read_study
+from analysis.data.load import read_study
 from tests.analysis.data.comparing import diff_all_frames
 from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_analyses, write_study
 from tests.strategies.examples import thin_out
@@ -141,14 +141,3 @@ def test_a_value_that_does_not_fit_its_column_is_missing_and_types_stay(tmp_path
         assert len(frames.gradients) == len(rows)
         assert frames.gradients["noise"].dropna().to_list() == [row["noise"] for row in rows if "noise" in row]
         assert frames.gradient_groups["reward_std"].isna().to_list() == ([True] + [False] * 23) * bool(rows)
-
-
-def test_analyses_of_several_studies_are_distinguished(tmp_path: Path) -> None:
-    write_analyzed_study(tmp_path, FIRST_ANALYSIS)
-    entropy_folder = write_study(tmp_path, [RUN], replace(SHORT, name="entropy", run="entropy_sweep"))
-    write_analyses(entropy_folder, RUN, [LATER_ANALYSIS])
-    write_study(tmp_path, [RUN], replace(SHORT, name="top-p", run="top_p_sweep"))
-    frames = load(tmp_path)
-    assert frames.gradients.groupby("study")["step"].unique().to_dict() == {"entropy": [51], "kl": [1]}
-    assert diff_all_frames(frames.select_study("entropy"), load(entropy_folder)) == []
-    assert frames.select_study("top-p").gradient_groups.empty

@@ -18,7 +18,6 @@ from analysis.charts import chart as charts
 from analysis.charts import gradients as plots
 from analysis.charts.chart import make_arm_colors
 from analysis.data.frames import StudyFrames
-from analysis.gradients import files
 from analysis.gradients import tables as gradients
 from analysis.gradients.files import draw_step, write_analyses
 from analysis.gradients.published_metrics import make_published_metrics
@@ -29,7 +28,7 @@ from tests.fakes.run_folders import FakeAnalysis, FakeRun
 from tests.strategies.examples import thin_out
 
 WITH_KL = replace(AFTER, components=ALL)
-PICTURES = ("plots", "loss_plots", "reward_std", "normed_grads", "summary", "signal")
+PICTURES = ("plots", "loss_plots", "reward_std", "normed_grads", "summary")
 
 
 @cache
@@ -75,11 +74,6 @@ def get_title(chart: Any) -> list[str]:
 def get_texts(chart: Any) -> list[str]:
     """Return all texts of a chart as it is drawn."""
     return re.findall(r"<text[^>]*>([^<]*)<", charts.draw_svg(charts.make_spec(chart)))
-
-
-def draw_signal(rows: pd.DataFrame, column: str = "signal_share") -> Any:
-    tables = gradients.make_signal_table(rows), gradients.make_share_table(rows, column)
-    return plots.draw_signal(*tables, "title", "share")
 
 
 def test_norms_and_reward_stds_are_bars_by_bucket_and_a_term_that_is_off_says_so() -> None:
@@ -177,47 +171,6 @@ def test_the_comparison_has_a_row_per_step_and_a_scale_per_column(count: int) ->
         assert (axis["scale"]["type"], axis["scale"]["constant"]) == ("symlog", 0.1)
 
 
-def test_signal_has_its_interval_before_and_after_the_filter() -> None:
-    chart = draw_signal(make_frames(BEFORE, AFTER).gradients)
-    spec = charts.make_spec(chart)
-    ratios, shares = get_rows(chart, 0), get_rows(chart, 1)
-    assert spec["vconcat"][0]["facet"]["sort"] == ["before the filter", "after the filter"]
-    names = {"task": "task (policy)", "entropy": "entropy", "total": "total"}
-    for state, fake_analysis in (("before the filter", BEFORE), ("after the filter", AFTER)):
-        for component, name in names.items():
-            rows = [row for row in ratios if (row["state"], row["line"]) == (state, name)]
-            columns = [get_column(fake_analysis, component, f"snr{end}") for end in ("", "_low", "_high")]
-            spread = get_column(fake_analysis, component, "reward_std_mean")
-            assert get_values(rows, "reward_std", "value", "low", "high") == list(zip(spread, *columns, strict=True))
-        regularizer = "regularizer: KL + entropy"
-        for component, name in (("task", names["task"]), ("entropy", "entropy"), ("entropy", regularizer)):
-            rows = [row for row in shares if (row["state"], row["line"]) == (state, name)]
-            assert get_values(rows, "value") == get_column(fake_analysis, component, "signal_share")
-            ends = [get_column(fake_analysis, component, f"signal_share_{end}") for end in ("low", "high")]
-            has_interval = name.startswith("regularizer")
-            assert get_values(rows, "low", "high") == (
-                list(zip(*ends, strict=True)) if has_interval else [(None, None)] * 6
-            )
-    _, interval, line, *_ = spec["vconcat"][0]["spec"]["layer"]
-    assert (interval["encoding"]["y"]["field"], interval["encoding"]["y2"]["field"]) == ("low", "high")
-    assert line["encoding"]["y"]["scale"]["type"] == "symlog"
-    assert line["encoding"]["color"]["scale"]["domain"] == [*names.values(), regularizer]
-    # A component that is part of the step has a share between the two dashed lines.
-    heights = [spec["datasets"][layer["data"]["name"]] for layer in spec["vconcat"][1]["spec"]["layer"][:2]]
-    assert heights == [[{"at": 0.0}], [{"at": 1.0}]]
-
-
-def test_a_signal_without_an_interval_has_no_bars_and_a_batch_without_any_ratio_says_so() -> None:
-    rows = get_rows(draw_signal(make_frames(replace(AFTER, folds=2)).gradients))
-    task = [row for row in rows if row["line"] == "task (policy)"]
-    assert get_values(task, "value") == get_column(AFTER, "task", "snr")
-    assert get_values(task, "low", "high") == [(None, None)] * 6
-    note = "no ratio: a bucket needs two groups with a gradient"
-    rows = make_frames(AFTER).gradients
-    assert get_texts(draw_signal(rows.assign(snr=np.nan, snr_low=np.nan, snr_high=np.nan))).count(note) == 1
-    assert note not in get_texts(draw_signal(rows, "share"))
-
-
 def test_report_lines_are_colored_by_name() -> None:
     table = gradients.make_signal_lines(make_frames(FakeAnalysis(1), BEFORE, AFTER).gradients)
     colors = make_arm_colors(["step 1", "step 51"])
@@ -273,17 +226,6 @@ def test_titles_say_what_is_before_the_filter_and_what_is_a_probe() -> None:
     frames = make_frames(replace(WITH_KL, source="probe"))
     figures = draw_step(frames.gradients, frames.gradient_groups)
     assert get_title(figures["summary"]) == ["Summary", "arm0-seed0, probe of step 51, after the filter"]
-    assert get_title(figures["signal"]) == ["Signal and shares", "arm0-seed0, probe of step 51"]
-
-
-@pytest.mark.slow
-def test_the_title_of_a_comparison_of_probes_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
-    monkeypatch.setattr(files, "_save_chart", lambda chart, path: drawn.append(chart))
-    for name, source in (("a", "probe"), ("b", "train")):
-        frames = make_frames(replace(AFTER, source=source))
-        write_analyses(frames.gradients, frames.gradient_groups, [51], tmp_path / name / "made")
-    assert [get_title(chart)[1] for chart in drawn[6::7]] == ["arm0-seed0, probes", "arm0-seed0"]
 
 
 @pytest.mark.parametrize("values", [(0.2, 0.9), (-0.4, 30.0), (0.0, 400.0), (-2e4, 3.0), (0.91, 0.94)])

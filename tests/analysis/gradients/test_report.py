@@ -1,10 +1,9 @@
-"""Tests of the report's sections on gradients and on retrieval, which appear only where a run measured them."""
+"""Tests of what a report shows of gradients and of retrieval, which appear only where a run measured them."""
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -14,17 +13,14 @@ from analysis.data.load import read_study
 from analysis.grid.layout import name_arms
 from analysis.report.gradients import GRADIENTS
 from analysis.report.page import render_page, view_sections
+from analysis.report.pages import draw_figures
 from analysis.report.results import SweepResults
 from analysis.report.section import Heading
-from analysis.report.sweep import RETRIEVAL
-from analysis.sweep import series
 from tests.analysis.report.test_pages import Page, parse_page
 from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_analyses, write_study
 
 SMALL = FakeStudy(levels=20, total_steps=6)
-SECTIONS = (RETRIEVAL, GRADIENTS)
 Spec = dict[str, Any]
-TRAJECTORY, FIRST_TURN = (f"collapse_{scope}_retrieval" for scope in ("trajectory", "first_turn"))
 
 
 def make_frames(output: Path, arms: dict[str, list[FakeAnalysis]], seeds: int = 1) -> StudyFrames:
@@ -35,19 +31,10 @@ def make_frames(output: Path, arms: dict[str, list[FakeAnalysis]], seeds: int = 
     return read_study(folder)
 
 
-def add_retrieval(frames: StudyFrames, names: tuple[str, ...] = (TRAJECTORY, FIRST_TURN)) -> StudyFrames:
-    """Add a falling retrieval accuracy at every other step, with a chance level of 1/64."""
-    measured = frames.steps["step"] % 2 == 1
-    columns = {f"{name}_accuracy": (1 / frames.steps["step"]).where(measured) for name in names}
-    columns |= {f"{name}_chance_level": np.where(measured, 1 / 64, np.nan) for name in names}
-    return replace(frames, steps=frames.steps.assign(**columns))
-
-
 def draw(frames: StudyFrames) -> dict[str, Spec]:
-    """Draw the figures of both sections for which the frames have data."""
+    """Draw the figures for which the frames have data."""
     results = SweepResults(name_arms(frames))
-    figures = [figure for section in SECTIONS for figure in section.figures]
-    tables = {figure: figure.make_table(results) for figure in figures}
+    tables = {figure: figure.make_table(results) for figure in GRADIENTS.figures}
     return {
         figure.name: charts.make_spec(figure.draw(table, results))
         for figure, table in tables.items()
@@ -71,7 +58,7 @@ def get_curves(spec: Spec) -> dict[tuple[str, str], int]:
 
 def make_page(frames: StudyFrames, with_charts: bool | None = True) -> Page:
     results = SweepResults(name_arms(frames))
-    return parse_page(render_page(Heading("", "title"), view_sections(SECTIONS, results, with_charts)))
+    return parse_page(render_page(Heading("", "title"), view_sections([GRADIENTS], results, with_charts)))
 
 
 @pytest.mark.long
@@ -127,20 +114,12 @@ def test_without_a_regularizer_its_figure_is_left_out(tmp_path: Path) -> None:
     assert "regularizer_share" not in figures
 
 
-def test_arm_lines_are_means_over_the_runs_of_an_arm_where_retrieval_was_measured(tmp_path: Path) -> None:
-    frames = add_retrieval(make_frames(tmp_path, {"0": [], "0.1": []}, seeds=2), (TRAJECTORY,))
-    frames.steps.loc[frames.steps["seed"] == 1, f"{TRAJECTORY}_accuracy"] = 0.5
-    frames.steps.loc[frames.steps["seed"] == 1, f"{TRAJECTORY}_chance_level"] = 3 / 64
-    table = series.make_arm_lines(frames)
-    measures = ["retrieval, all turns (fraction)", "entropy (nats per token)"]
-    assert table["measure"].drop_duplicates().to_list() == measures
-    first = table[(table["arm"] == "0") & (table["measure"] == "retrieval, all turns (fraction)")]
-    assert first["step"].to_list() == [1, 2, 3, 4, 5, 6]
-    assert first["value"].to_list() == pytest.approx([0.75, 0.5, (1 / 3 + 0.5) / 2, 0.5, 0.35, 0.5], rel=1e-12)
-    assert first["chance"].to_list() == pytest.approx([2 / 64, 3 / 64] * 3, rel=1e-12)
-    assert table.loc[table["measure"] == "entropy (nats per token)", "chance"].isna().all()
-    frames = make_frames(tmp_path / "bare", {"0": []})
-    bare = frames.steps.drop(columns=[name for name in frames.steps if name.startswith("collapse_")]).copy()
-    assert series.make_arm_lines(frames).empty
-    assert series.make_arm_lines(replace(frames, steps=bare)).empty
-    assert series.make_arm_lines(add_retrieval(replace(frames, steps=bare), (FIRST_TURN,)))["measure"].nunique() == 2
+def test_retrieval_has_figures_where_it_was_measured(tmp_path: Path) -> None:
+    frames = make_frames(tmp_path, {"0": []})
+    names = ["retrieval", "retrieval_first_turn"]
+    assert not draw_figures(frames, names)
+    column = "collapse_trajectory_retrieval_accuracy"
+    measured = replace(frames, steps=frames.steps.assign(**{column: 1 / frames.steps["step"]}))
+    (chart,) = draw_figures(measured, names).values()
+    (rows,) = chart.to_dict()["datasets"].values()
+    assert [row["value"] for row in rows] == measured.steps[column].to_list()

@@ -23,7 +23,7 @@ ALL = ("task", "entropy", "kl")
 AFTER = FakeAnalysis(51)
 BEFORE = replace(AFTER, prefilter=True)
 TABLES = (
-    *(gradients.make_analysis_table, gradients.make_signal_table, gradients.make_share_table),
+    *(gradients.make_analysis_table, gradients.make_share_table),
     *(gradients.make_signal_lines, gradients.make_share_lines),
 )
 
@@ -97,7 +97,7 @@ def test_the_summary_adds_the_terms_that_are_on(components: tuple[str, ...], ter
             assert math.isnan(row.regularizer)
 
 
-def test_steps_have_the_trained_batch_with_trusted_numbers_beside_the_published_norm() -> None:
+def test_steps_have_the_trained_batch_and_few_folds_no_interval() -> None:
     empty_after_filter = FakeAnalysis(1, prefilter=True)
     rows = make_rows(empty_after_filter, BEFORE, AFTER)
     table = gradients.make_steps_table(rows, [1, 51])
@@ -107,12 +107,8 @@ def test_steps_have_the_trained_batch_with_trusted_numbers_beside_the_published_
         task_rows = [row for row in fake_analysis.make_line()["rows"] if row["component"] == "task"]
         reward_stds = [row["reward_std_mean"] for row in task_rows[:6]]
         assert table.loc[table["step"] == step, "reward_std_mean"].to_list() == reward_stds
-    rows = make_rows(BEFORE, AFTER)
-    table = gradients.make_signal_table(rows)
-    assert len(table) == len(rows)
-    assert (table["norm"].dropna() > table["mean_norm"][table["norm"].notna()]).all()
-    table_of_few_folds = gradients.make_signal_table(make_rows(replace(AFTER, folds=2)))
-    assert table_of_few_folds["snr_low"].isna().all()
+    lines_of_few_folds = gradients.make_signal_lines(make_rows(replace(AFTER, folds=2)))
+    assert lines_of_few_folds["low"].isna().all()
 
 
 @pytest.mark.parametrize("components", [("task",), ("task", "entropy"), ALL, (*ALL, "value")])

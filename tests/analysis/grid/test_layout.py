@@ -5,15 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
 from analysis.grid import layout
-from analysis.grid.layout import compare_switch, list_switches
-from analysis.stats.noise import estimate_pooled_mean, fit_noise
-from tests.fakes.grid_folders import ONE_TYPE, list_smoke_arms, make_runs, make_study, write_grid
+from tests.fakes.grid_folders import write_grid
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
 SMALL = FakeStudy(levels=20, total_steps=4, baseline="a")
@@ -112,7 +109,7 @@ def test_a_stop_is_a_failed_regime_with_its_value_and_no_run_is_no_number(one_lo
     assert set(one_loss_frames.trials["status"]) == {"completed", "early_stopped", "failed", "never_ran"}
 
 
-def test_runs_without_a_kl_loss_count_once_and_each_form_has_its_contrast(three_loss_frames: StudyFrames) -> None:
+def test_runs_without_a_kl_loss_count_once(three_loss_frames: StudyFrames) -> None:
     grid = layout.find_grid(three_loss_frames)
     members = layout.make_member_table(three_loss_frames, grid)
     shared_members = members[members["shared"]]
@@ -121,9 +118,6 @@ def test_runs_without_a_kl_loss_count_once_and_each_form_has_its_contrast(three_
     assert shared_members["run_id"].nunique() == 20  # groups 2 and 3
     assert members["home"].sum() == len(three_loss_frames.trials) == 164
     assert (shared_members.groupby("run_id")["success"].nunique(dropna=False) == 1).all()
-    table = compare_switch(grid, members, "algorithm.zero_task_advantage")
-    assert list(dict.fromkeys(table["group"])) == ["kl", "mse", "low_var_kl"]
-    assert (table["pairs"] == 16).all()
 
 
 def test_labels_name_points_and_are_unique(three_loss_frames: StudyFrames) -> None:
@@ -137,63 +131,3 @@ def test_labels_name_points_and_are_unique(three_loss_frames: StudyFrames) -> No
     assert renamed_frames.studies[0].baseline == "filter 1 · KL 0 · entropy 0"
     arms = {label: arm for arm, label in labels.items()}
     assert renamed_frames.steps["arm"].map(arms).equals(three_loss_frames.steps["arm"])
-
-
-def test_the_contrast_is_on_minus_off_over_equal_points(one_loss_frames: StudyFrames) -> None:
-    grid = layout.find_grid(one_loss_frames)
-    (setting,) = list_switches(grid)
-    members = layout.make_member_table(one_loss_frames, grid)
-    row = compare_switch(grid, members, setting).set_index("measure").loc["success"]
-    success = one_loss_frames.trials.set_index("arm")["late_val_success"]
-    settings = list_smoke_arms(ONE_TYPE)
-    twins = [(arm, arm.replace("g4", "g5").replace("ta-topk100", "nofilter")) for arm in settings if "-ta-" in arm]
-    differences = [success[on] - success[off] for on, off in twins]
-    assert row["pairs"] == len(twins) == 16
-    assert row["difference"] == pytest.approx(np.mean(differences))
-    assert row["higher"] == sum(difference > 0 for difference in differences)
-    assert row["difference"] < 0  # the task helps in the fake grid
-    assert np.isnan(row["low"])  # all pairs are of one seed
-    assert (row["pairs"], row["seeds"]) == (16, 1)
-    assert (row["stopped_off"], row["stopped_on"]) == (4, 0)
-
-
-@pytest.mark.long
-def test_a_contrast_over_seeds_has_one_number_per_seed(tmp_path: Path) -> None:
-    """Its own numbers are three means over 16 pairs, and no interval is narrower than they allow."""
-    runs = make_runs({"low_var_kl": ("4", "5")}, seeds=3, steps=8)
-    frames = load(write_study(tmp_path, runs, make_study(levels=20, steps=8)))
-    grid = layout.find_grid(frames)
-    members = layout.make_member_table(frames, grid)
-    row = compare_switch(grid, members, "algorithm.zero_task_advantage").set_index("measure").loc["success"]
-    table = members.pivot_table(
-        index=[KL, ENTROPY, "seed"], columns="algorithm.zero_task_advantage", values="success"
-    ).dropna()
-    differences = (table[True] - table[False]).groupby("seed")
-    assert sorted(differences.size()) == [15, 15, 16]  # one run failed and one never ran
-    assert (row["seeds"], row["pairs"]) == (3, 46)
-    assert row["difference"] == pytest.approx(differences.mean().mean())
-    # The mean over m pairs of runs with the variance v has the variance 2 v / m.
-    values = members.pivot_table(index="arm", columns="seed", values="success").to_numpy()
-    weight_norm = np.mean([2 / 15, 2 / 15, 2 / 16])
-    expected = estimate_pooled_mean(differences.mean(), fit_noise(values).paired, weight_norm)
-    assert (row["low"], row["high"]) == (pytest.approx(expected.low), pytest.approx(expected.high))
-    assert row["high"] < 0
-
-
-@pytest.mark.long
-def test_a_contrast_of_equal_runs_has_no_interval(tmp_path: Path) -> None:
-    arms = {
-        f"{kl}-{entropy}-{switch}": {KL: kl, ENTROPY: entropy, "algorithm.zero_task_advantage": switch}
-        for kl, entropy, switch in product((0.0, 0.1), (0.0, 0.1), (False, True))
-    }
-    frames = make_named_frames(tmp_path, arms)
-    table = pd.concat(
-        [layout.make_member_table(frames, layout.find_grid(frames)).assign(seed=seed) for seed in range(3)]
-    )
-    table["success"] = 0.5
-    row = (
-        compare_switch(layout.find_grid(frames), table, "algorithm.zero_task_advantage")
-        .set_index("measure")
-        .loc["success"]
-    )
-    assert (row["seeds"], row["difference"], np.isnan(row["low"])) == (3, 0.0, True)

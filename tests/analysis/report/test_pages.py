@@ -428,28 +428,6 @@ def test_a_run_that_never_could_learn_says_why_and_has_not_collapsed(tmp_path: P
     assert find_run_ends(frames)["is_collapse"].tolist() == [False, False, True, True]
 
 
-@pytest.mark.parametrize(
-    ("gain", "greedy", "words"),
-    [
-        ((0.2, 0.1, 0.3), (0.1, 0.05, 0.15), "Both rise"),
-        ((0.2, 0.1, 0.3), (0.0, -0.05, 0.05), "greedy success does not clearly rise"),
-        ((0.02, -0.1, 0.1), (0.1, 0.05, 0.15), "Sampled success does not clearly rise"),
-        ((0.2, 0.1, 0.3), (math.nan,) * 3, "greedy success is unknown or has no interval, so it is open"),
-        ((0.2, math.nan, math.nan), (0.1, math.nan, math.nan), "It is open whether this gain is more than chance"),
-    ],
-)
-def test_sentences_on_learning_name_what_they_do_not_show(
-    gain: tuple[float, ...], greedy: tuple[float, ...], words: str
-) -> None:
-    names = ("", "_low", "_high")
-    row = {"arm": "0", "gain_basis": "over 3 seeds", "base_val_greedy_success": 0.6, "late_val_success": 0.65}
-    row |= {f"gain{name}": value for name, value in zip(names, gain, strict=True)}
-    row |= {f"gain_greedy{name}": value for name, value in zip(names, greedy, strict=True)}
-    sentences = findings.describe_learning(row)
-    assert any(words in sentence for sentence in sentences)
-    assert "Sampled success at the end (0.650) is above the greedy success of the base policy (0.600)." in sentences
-
-
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )

@@ -16,7 +16,7 @@ from analysis.charts.chart import INK, POINT_COLOR, STOPPED_COLOR
 from analysis.data.frames import StudyFrames
 from analysis.data.load import load
 from analysis.report.page import format_plain_cell
-from analysis.report.pages import conclude, write_frames_report, write_report
+from analysis.report.pages import conclude, write_frames_report
 from analysis.report.results import SweepResults
 from analysis.report.search import SEARCH, describe_search, make_complete_points, make_files
 from analysis.search.points import CENSORED_POINT, COMPLETE, FAILED, OPEN, find_best_point, make_points
@@ -235,16 +235,6 @@ def test_the_front_is_a_line_over_costs(frames: StudyFrames) -> None:
     assert drawn == pytest.approx(dict(zip(points["arm"], points["cost"] / 1e6, strict=True)))
 
 
-@pytest.mark.long
-def test_texts_from_a_foreign_folder_stay_text(tmp_path: Path) -> None:
-    evil = "<script>alert(1)</script>"
-    entry = make_entry()
-    entry["space"][0]["name"] = evil
-    points = {**POINTS, "point-1": {"actor.lr": evil, "actor.use_kl_loss": evil, evil: evil}}
-    frames = make_frames(tmp_path, make_runs(), search=entry, points=points)
-    assert evil not in write_frames_report(frames, frames.folders[0], with_pictures=False).read_text()
-
-
 WRONG_SPACES: tuple[list[dict[str, Any]], ...] = (
     [{**DEFAULTS, "low": 0.0, "high": 1.0, "is_log": True}],
     [{**DEFAULTS, "low": 1.0, "high": 1.0}],
@@ -270,10 +260,3 @@ def test_a_search_that_makes_no_sense_is_damage(tmp_path: Path, change: dict[str
     entry = change if "points" in change else {"search": {**make_entry(), **change}}
     with pytest.raises(ValueError, match="damaged"):
         make_frames(tmp_path, make_runs(), **entry)
-
-
-@pytest.mark.slow
-def test_a_search_without_points_is_read_as_a_study(tmp_path: Path) -> None:
-    frames = make_frames(tmp_path, make_runs(), points={})
-    assert make_points(frames).empty
-    assert write_report(frames.folders[0]).is_file()

@@ -156,8 +156,6 @@ def test_the_last_validation_of_a_stopped_run_carries_on(six_arm_frames: StudyFr
     steps = six_arm_frames.steps[(six_arm_frames.steps["arm"] == "0.3") & six_arm_frames.steps["val_success"].notna()]
     assert row["late_val_success"] == pytest.approx(trial["final_val_success"]) == steps["val_success"].iloc[-1]
     assert row["difference"] < -0.5
-    assert row["late_stopped_as_zero"] == 0
-    assert math.isnan(row["late_survivors"])
     assert (row["stopped_fraction"], row["stopped_high"]) == (1.0, 1.0)
     assert row["outcome"] == "stopped"
     x = [0, *steps["step"], 60]
@@ -169,14 +167,12 @@ def test_gain_is_that_of_the_run_itself(summary: pd.DataFrame) -> None:
     row = get_row(summary, "0")
     assert row["gain"] == pytest.approx(row["late_val_success"] - row["base_val_success"])
     assert row["gain_greedy"] == pytest.approx(row["final_val_greedy_success"] - row["base_val_greedy_success"])
-    assert row["gain_basis"] == ONE_SEED
     # The noise of recorded runs, and that of the evaluation before training.
     p = row["base_val_success"]
     se = math.sqrt(np.var(RECORDED, ddof=1) + p * (1 - p) / 400)
     half_width = scipy_stats.t.ppf(0.975, 19) * se
     assert (row["gain_low"], row["gain_high"]) == pytest.approx((row["gain"] - half_width, row["gain"] + half_width))
     assert math.isnan(row["gain_greedy_low"])
-    assert "greedy success is unknown or has no interval" in findings.describe_learning(dict(row, arm="0"))[1]
 
 
 def test_three_seeds_and_their_gains_have_the_noise_of_all_arms(three_seed_frames: StudyFrames) -> None:
@@ -195,7 +191,6 @@ def test_three_seeds_and_their_gains_have_the_noise_of_all_arms(three_seed_frame
     gains = runs["late_val_success"] - runs["base_val_success"]
     assert row["gain"] == pytest.approx(gains.mean())
     assert row["gain_high"] - row["gain"] > 1.96 * gains.std(ddof=1) / math.sqrt(3)
-    assert row["gain_basis"] == "over 3 seeds, with the noise of all arms"
 
 
 def test_a_failed_run_is_named_and_not_scored(three_seed_frames: StudyFrames) -> None:
@@ -214,24 +209,9 @@ def test_a_failed_run_is_named_and_not_scored(three_seed_frames: StudyFrames) ->
     assert values.isna().sum(axis=1).to_dict() == {"0": 0, "0.1": 0, "1": 0, "nofilter": 1}
 
 
-@pytest.mark.long
-def test_an_arm_that_lost_a_run_is_not_easier_to_call_worse(tmp_path: Path) -> None:
-    runs = [
-        FakeRun(arm, seed, success=(0.35, end))
-        for arm, end in (("0", 0.6), ("0.1", 0.6), ("1", 0.5))
-        for seed in range(3)
-    ]
-    whole = get_row(make_frames(tmp_path / "whole", *runs), "1")
-    runs[-1] = FakeRun("1", 2, status="failed", steps=12)
-    reduced = get_row(make_frames(tmp_path / "reduced", *runs), "1")
-    assert (reduced["seeds"], reduced["df"], reduced["outcome"]) == (2, 1, "open")
-    assert whole["difference_high"] < 0 < reduced["difference_high"]
-
-
 def test_stops_have_their_own_rate(three_seed_frames: StudyFrames) -> None:
     row = get_row(three_seed_frames, "1")
     assert row["stopped_fraction"] == pytest.approx(1 / 3)
-    assert row["late_stopped_as_zero"] < row["late_val_success"] < row["late_survivors"]
     assert (row["outcome"], row["difference"] < 0) == ("open", True)
     assert row["notes"].endswith("; low_validation_success stopped 1 of 3 runs (step 45: 0.002 < 0.01)")
 
@@ -345,7 +325,7 @@ def test_the_basis_says_whose_noise_an_interval_has(tmp_path: Path) -> None:
     runs = [FakeRun(arm, seed, success=(0.35, end)) for arm in ends for seed, end in enumerate(ends[arm])]
     summary = tables.summarize_arms(make_frames(tmp_path, *runs, levels=500))
     assert get_row(summary, "1")["basis"] == "over 3 seeds, with the noise of these runs and of all arms"
-    assert get_row(summary, "1")["gain_basis"] == "over 3 seeds, with the noise of these runs alone"
+    assert get_row(summary, "1")["late_basis"] == "over 3 seeds, with the noise of these runs alone"
     assert get_row(summary, "0.1")["basis"] == "over 3 seeds, with the noise of all arms"
 
 
@@ -380,7 +360,7 @@ def test_mastery_is_no_collapse(tmp_path: Path) -> None:
     frames = make_frames(tmp_path, *mastered, *(_make_baseline_run(seed) for seed in range(3)), levels=300)
     row = get_row(frames, "0.1")
     assert (row["outcome"], row["early_stopped"], row["failed_stops"]) == ("better", 3, 0)
-    assert row["late_stopped_as_zero"] == row["late_survivors"] == row["late_val_success"] > 0.9
+    assert row["late_val_success"] > 0.9
     assert math.isnan(row["p_stopped"])
     assert row["notes"].startswith("reward_variance_collapse stopped 3 of 3 runs (step 45: 0.01 < 0.05, at success 0.9")
     assert not find_run_ends(frames)["is_collapse"].any()
@@ -523,27 +503,13 @@ def test_no_run_at_all_and_several_studies(tmp_path: Path, six_arm_frames: Study
 
 
 @pytest.mark.parametrize(
-    ("values", "expected", "expected_scale"),
-    [
-        # 0 and words are apart from a logarithmic scale, and negative values to its left.
-        (("0", "0.01", "0.1", "1", "nofilter"), [-3, -2, -1, 0, 1], "log"),
-        (("-0.1", "0", "0.01", "0.1"), [-4, -3, -2, -1], "log"),
-        # A log scale would merge 0.98 and 1.
-        (("1.0", "0.98", "0.4", "nofilter"), [2, 1, 0, 3], "rank"),
-        (("0",), [-1], "rank"),
-        (("0.1",), [0], "rank"),
-        (("nofilter",), [1], "rank"),
-        (("0", "nofilter"), [-1, 1], "rank"),
-    ],
+    ("values", "expected"),
+    [(("0.01", "0", "-0.1", "nofilter", "1", "none"), [2, 1, 0, 4, 3, 5]), (("0.1",), [0]), (("nofilter",), [0])],
 )
-def test_positions_on_the_axis(
-    tmp_path: Path, values: tuple[str, ...], expected: list[float], expected_scale: str
-) -> None:
+def test_positions_on_the_axis(tmp_path: Path, values: tuple[str, ...], expected: list[float]) -> None:
     runs = (FakeRun(value, status="", steps=0) for value in values)
     frames = make_frames(tmp_path, *runs, values=values, setting="actor.entropy_coeff")
-    names, positions, scale = tables.compute_axis_positions(frames)
-    assert (names, scale) == (list(values), expected_scale)
-    assert positions == pytest.approx(expected)
+    assert tables.compute_axis_positions(frames) == expected
 
 
 def test_dose_response_has_the_numbers_of_the_figure(six_arm_frames: StudyFrames, summary: pd.DataFrame) -> None:

@@ -226,7 +226,7 @@ def test_declared_contrasts_have_a_section_a_figure_and_files(tmp_path: Path) ->
     words = read_words((study_folder / "report.html").read_text())
     for sentence in (
         "Declared contrasts",
-        "DG against <TPO> open +0.1600 [−0.1503, +0.4703] 0.16 3 3 0 3 0 GRPO failed: seed 2; stopped by a rule, "
+        "DG against <TPO> open +0.1600 [−0.1503, +0.4703] 0.16 3 3 GRPO failed: seed 2; stopped by a rule, "
         "counted with the last row: TPO: seed 2 at step 107",
         "never run no comparison –",
         "ASPO not run: seeds 0, 1, 2",

@@ -47,7 +47,7 @@ def mixed_study(tmp_path: Path) -> Path:
 
 
 def list_expected_files(*steps: int, prefix: str = "") -> set[str]:
-    figure_names = ("plots", "loss_plots", "reward_std", "normed_grads", "summary", "signal")
+    figure_names = ("plots", "loss_plots", "reward_std", "normed_grads", "summary")
     file_names = {f"gradient_analysis_{figure_name}_step_{step}.png" for figure_name in figure_names for step in steps}
     file_names |= {f"gradient_analysis_metrics_step_{step}.json" for step in steps}
     file_names |= {f"gradient_analysis_bucket_rv_table_step_{step}.csv" for step in steps}
