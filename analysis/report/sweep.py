@@ -563,26 +563,47 @@ EXAMPLES: Section[SweepResults] = Section(
 )
 
 
-def _make_budget_table(results: SweepResults) -> Iterator[Table]:
+def _make_budget_tables(results: SweepResults) -> Iterator[Table]:
     yield Table(
         [
             name("arm"),
-            *(
-                number(label, key, format_duration if key == "seconds_total" else format_count)
-                for key, label in series.BUDGETS.items()
-            ),
+            *(number(label, key, _choose_format(key)) for key, label in series.BUDGETS.items()),
             number("groups kept", "kept_ratio", format_fraction),
         ],
         results.arms,
         fold=results.fold(f"Budgets of all {len(results.arms)} arms"),
         note="Means over scored runs. Run time covers training and validation, and depends on the load of the machine.",
     )
+    table = series.compare_at_equal_budget(results.arm_frames)
+    amounts = dict(zip(table["budget"], table["amount"], strict=True))
+    yield Table(
+        [
+            name("arm"),
+            *(
+                number(f"at {_choose_format(key)(amounts[key])}\n{label}", key, format_fraction)
+                for key, label in series.BUDGETS.items()
+                if key in amounts
+            ),
+        ],
+        [
+            {"arm": arm, **dict(zip(rows["budget"], rows["success"], strict=True))}
+            for arm, rows in table.groupby("arm", sort=False)
+        ],
+        title="Success at equal budgets",
+        fold=results.fold("All arms at equal budgets"),
+        note="Sampled validation success at the smallest amount of each budget that a completed run used, interpolated "
+        "between validations. A stopped run keeps its last value.",
+    )
+
+
+def _choose_format(budget: str) -> Callable[[float], str]:
+    return format_duration if budget == "seconds_total" else format_count
 
 
 BUDGETS: Section[SweepResults] = Section(
     "budgets",
     "Budgets",
-    tables=_make_budget_table,
+    tables=_make_budget_tables,
     explanation="A filter changes how many groups a run trains on, and thus its optimizer steps and tokens. A stopped "
     "run used less of every budget.",
 )

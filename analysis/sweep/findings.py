@@ -353,7 +353,7 @@ def _list_scoring_caveats(frames: StudyFrames, summary: pd.DataFrame) -> Iterato
     if any(row["kept_ratio"] < 0.99 for row in rows):
         yield (
             "The filter dropped groups, and arms that keep fewer groups make fewer optimizer steps on fewer tokens. "
-            "Ceiling and midpoint compare arms by what they spent."
+            "Compare arms at equal budgets before calling one more efficient."
         )
 
 

@@ -1,9 +1,10 @@
-"""Tables over the course of training: curves, and consistency of identical runs."""
+"""Tables over the course of training: curves, kept groups, equal budgets, and consistency of identical runs."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
 from itertools import combinations
 
+import numpy as np
 import pandas as pd
 
 from analysis.data.compare import SCORED_STATUSES, require_single_study
@@ -65,6 +66,39 @@ def compute_mean_curves(table: pd.DataFrame, *, carry_forward: bool = False) -> 
             pd.DataFrame({"arm": arm, "step": values_by_run.index, "value": values_by_run.mean(axis=1).to_numpy()})
         )
     return pd.concat(mean_frames, ignore_index=True) if mean_frames else pd.DataFrame(columns=["arm", "step", "value"])
+
+
+def compare_at_equal_budget(frames: StudyFrames) -> pd.DataFrame:
+    """Compare sampled validation success at equal amounts of each budget: budget, amount, arm, success, runs.
+
+    The amount is the smallest that a completed run used. Success is interpolated between the validations of a run; a
+    run stopped earlier by a rule keeps its last value. Means over scored runs. Empty without a completed run.
+    """
+    scored_runs = require_single_study(frames).trials.loc[
+        frames.trials["status"].isin(SCORED_STATUSES), ["arm", "run_id", "status", *BUDGETS]
+    ]
+    # A stopped run used less of every budget, so it must not set the amount.
+    completed_runs = scored_runs[scored_runs["status"] == "completed"]
+    rows = []
+    for budget in BUDGETS:
+        amount = float(completed_runs[budget].min())
+        if np.isnan(amount):  # no completed run has recorded this budget
+            continue
+        for arm in dict.fromkeys(scored_runs["arm"]):
+            runs = scored_runs[scored_runs["arm"] == arm]
+            values = [_interpolate_success(frames, run_id, budget, amount) for run_id in runs["run_id"]]
+            rows.append({"budget": budget, "amount": amount, "arm": arm, "success": np.mean(values), "runs": len(runs)})
+    return pd.DataFrame(rows, columns=["budget", "amount", "arm", "success", "runs"])
+
+
+def _interpolate_success(frames: StudyFrames, run_id: str, budget: str, amount: float) -> float:
+    """Interpolate a run's validation success after using `amount`: linear between validations, then constant."""
+    steps = frames.get_run_steps(run_id)
+    # The validation before training is the value at a budget of 0. np.interp is constant beyond the last point.
+    base_values = steps["base_val_success"].dropna().to_list()[:1]
+    points = steps[[budget, "val_success"]].to_numpy(dtype=float)
+    curve = dict([*((0.0, value) for value in base_values), *points[~np.isnan(points).any(axis=1)].tolist()])
+    return float(np.interp(amount, list(curve), list(curve.values()))) if curve else float("nan")
 
 
 def check_consistency(frames: StudyFrames) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""Tests of the tables over training: curves, and rows that must be equal."""
+"""Tests of the tables over training: curves, kept groups, survival, equal budgets, and rows that must be equal."""
 
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from analysis.data.load import load, read_study
 from analysis.sweep import findings, series
 from tests.fakes.lines import change_records
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
+from trainable.files.json_lines import read_lines, write_lines
 
 STUDY = FakeStudy(levels=40)
 STOP = ("low_validation_success", 0.002, 0.01)
@@ -49,8 +50,40 @@ def test_the_mean_curve_carries_a_stopped_run_and_one_run_has_none(frames: Study
     assert series.compute_mean_curves(table[table["run_id"] == "arm0-seed0"]).empty
 
 
-def test_without_a_step_there_is_no_curve(tmp_path: Path) -> None:
-    frames = read_study(write_study(tmp_path, [FakeRun("0", status="", steps=0)], STUDY))
+def test_equal_budget_is_the_smallest_that_a_completed_run_used(tmp_path: Path) -> None:
+    second_run = FakeRun("0.1", rows={})
+    folder = write_study(tmp_path, [FakeRun("0"), second_run], STUDY)
+    path = folder / "runs" / second_run.run_id / "metrics.jsonl"
+    write_lines(path, [{**row, "total_optimizer_steps": row["step"]} for row in read_lines(path).records])
+    frames = read_study(folder)
+    table = series.compare_at_equal_budget(frames)
+    budget_rows = table[table["budget"] == "total_optimizer_steps"].set_index("arm")
+    assert budget_rows["amount"].to_list() == [60, 60]
+    assert budget_rows.loc["0.1", "success"] == frames.trials.set_index("arm").loc["0.1", "final_val_success"]
+    curve = series.make_curves(frames, "val_success").query("arm == '0'").set_index("step")["value"]
+    assert budget_rows.loc["0", "success"] == pytest.approx(curve[15])  # 60 optimizer steps are 15 training steps of 4
+    env_step_rows = table[table["budget"] == "total_env_steps"].set_index("arm")
+    assert env_step_rows["amount"].iloc[0] == 54_000
+
+
+def test_equal_budget_interpolates_and_carries(frames: StudyFrames) -> None:
+    table = series.compare_at_equal_budget(frames)
+    budget_rows = table[(table["budget"] == "total_sampled_tokens") & (table["arm"] == "0.1")]
+    final_successes = frames.trials.set_index("run_id")["final_val_success"]
+    assert budget_rows["success"].iloc[0] == pytest.approx(
+        (final_successes["arm01-seed0"] + final_successes["arm01-seed1"]) / 2
+    )
+    assert budget_rows["runs"].iloc[0] == 2
+    curve = series.make_curves(frames, "val_success").query("run_id == 'arm0-seed0'").set_index("step")["value"]
+    interpolated = series._interpolate_success(frames, "arm0-seed0", "total_env_steps", 900 * 12)
+    assert interpolated == pytest.approx(curve[10] + 0.4 * (curve[15] - curve[10]))
+    assert series._interpolate_success(frames, "arm0-seed0", "total_env_steps", 0) == curve[0]
+
+
+def test_without_a_completed_run_or_a_step_tables_are_empty(tmp_path: Path) -> None:
+    runs = [FakeRun("0", status="early_stopped", steps=20, stop=STOP), FakeRun("0.1", status="failed", steps=5)]
+    assert series.compare_at_equal_budget(read_study(write_study(tmp_path, runs, STUDY))).empty
+    frames = read_study(write_study(tmp_path / "waiting", [FakeRun("0", status="", steps=0)], STUDY))
     assert series.make_curves(frames, "val_success").empty
     assert series.compute_mean_curves(series.make_curves(frames, "val_success")).empty
 
