@@ -10,8 +10,12 @@ from typing import Any
 
 from trainable.files.paths import read_bytes
 from trainable.sources.logs import STEP_KEYS, RunLog, flatten, make_log
-from trainable.sources.tf_records import CHECKSUM_BYTES, HEADER_BYTES, find_records
 
+_LENGTH, _CHECKSUM = struct.Struct("<Q"), struct.Struct("<I")
+HEADER_BYTES = _LENGTH.size + _CHECKSUM.size
+"""Bytes before the data of a record: their length, and the checksum of the length."""
+MAX_CHECKED_BYTES = 2**16
+"""Of longer data, such as images, only the length is checked."""
 _SCALAR_FORMATS = {1: "<f", 2: "<d"}
 """DataType of TensorFlow -> format of a number."""
 
@@ -71,13 +75,26 @@ def _iter_events(content: bytes) -> Iterator[tuple[int, Any]]:
     """Yield the position after each event, and the event, up to the first one that is cut or damaged."""
     from google.protobuf.message import DecodeError
     from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import masked_crc32c
 
-    for start, end in find_records(content):
+    def is_intact(start: int, end: int) -> bool:
+        """Compare the checksum of bytes with the one that follows them."""
+        (checksum,) = _CHECKSUM.unpack_from(content, end)
+        return bool(masked_crc32c(content[start:end]) == checksum)
+
+    position = 0
+    while position + HEADER_BYTES <= len(content):
+        (length,) = _LENGTH.unpack_from(content, position)
+        start, end = position + HEADER_BYTES, position + HEADER_BYTES + length
+        is_whole = end + _CHECKSUM.size <= len(content) and is_intact(position, position + _LENGTH.size)
+        if not is_whole or (length <= MAX_CHECKED_BYTES and not is_intact(start, end)):
+            return
         try:
             event = Event.FromString(content[start:end])
         except DecodeError:
             return
-        yield end + CHECKSUM_BYTES, event
+        position = end + _CHECKSUM.size
+        yield position, event
 
 
 def _read_scalar(value: Any) -> float | None:
