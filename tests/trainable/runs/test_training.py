@@ -358,27 +358,8 @@ def test_a_state_that_a_dead_process_left_is_removed_by_the_next_start(
     assert [step for step, _ in iter_checkpoints(folder / "runs" / "r" / "state")] == ([3] if keeps_last else [])
 
 
-@pytest.mark.long
-def test_a_truncated_last_row_is_written_again(tmp_path: Path, uninterrupted_run: UninterruptedRun) -> None:
-    train_steps(tmp_path, 1)
-    with (tmp_path / "runs" / "r" / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"step": 2, "train_suc')
-    finish(tmp_path, uninterrupted_run, first_step=2)
-
-
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
-
-
-@pytest.mark.long
-def test_a_damaged_state_is_named_and_the_one_before_is_used(
-    interrupted: Path, uninterrupted_run: UninterruptedRun
-) -> None:
-    damaged = find_newest_checkpoint(interrupted)
-    truncate(damaged / "state.safetensors")
-    note = finish(interrupted, uninterrupted_run, first_step=2)
-    assert note.startswith(f"{damaged} is not used: {damaged}")
-    assert note.endswith("training continues after step 1")
 
 
 @pytest.mark.long
@@ -449,11 +430,12 @@ LOSSES: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "all episodes": (drop_lines("episodes.jsonl"), 1, "episodes.jsonl lacks lines: it had 8 when the last row"),
     "an evaluation before training": (drop_lines("levels.jsonl", 1), 1, "levels.jsonl"),
     "the evaluation of step 2": (drop_lines("levels.jsonl", 2), 2, "levels.jsonl"),
+    "a state": (lambda folder: truncate(find_newest_checkpoint(folder) / "state.safetensors"), 2, "step_2 is not used"),
 }
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_state_without_its_lines_is_not_used(name: str, interrupted: Path) -> None:
+def test_a_damaged_state_or_one_without_its_lines_is_not_used(name: str, interrupted: Path) -> None:
     change, first_step, words = LOSSES[name]
     change(interrupted)
     step, note = start(interrupted)
@@ -482,21 +464,15 @@ def test_a_run_that_abandoned_lines_continues_from_the_checkpoints_after_them(tm
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "line", "old", "new"),
-    [("metrics", 1, b'"groups": 2', b'"groups": 3'), ("episodes", 5, b"State", b"Skate")],
-)
 def test_a_finished_run_with_a_changed_letter_is_trained_again(
-    tmp_path: Path, uninterrupted_run: UninterruptedRun, name: str, line: int, old: bytes, new: bytes
+    tmp_path: Path, uninterrupted_run: UninterruptedRun
 ) -> None:
     shutil.copytree(uninterrupted_run[0], tmp_path, dirs_exist_ok=True)
-    path = tmp_path / "runs" / "r" / f"{name}.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    assert old in lines[line - 1]
-    path.write_bytes(b"".join([*lines[: line - 1], lines[line - 1].replace(old, new, 1), *lines[line:]]))
+    path = tmp_path / "runs" / "r" / "episodes.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"State", b"Skate", 1))
     # The only checkpoint stands on the changed line.
     note = finish(tmp_path, uninterrupted_run, first_step=1)
-    assert f"{name}.jsonl does not match its checksums at line {line}" in note
+    assert "episodes.jsonl does not match its checksums at line " in note
 
 
 def test_trained_episodes_are_in_the_file_beside_those_of_validations(tmp_path: Path) -> None:
