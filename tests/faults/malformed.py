@@ -277,7 +277,7 @@ def list_bad_axes(study: Study) -> list[Line]:
     valid_values = st.sampled_from(["0.1", "0.25", "0.5", "1"])
     invalid_values = st.one_of(
         non_finite_numbers.filter(lambda text: "," not in text and text.strip() not in study.axis.named_settings),
-        st.sampled_from(["1_0", "0x1", "[0.1]", "0." + "0" * 300 + "1", "Nofilter"]),
+        st.sampled_from(["0x1", "[0.1]", "0." + "0" * 300 + "1", "Nofilter"]),
     )
     if study.axis.setting != "actor.entropy_coeff":
         invalid_values = st.one_of(invalid_values, st.sampled_from(["-1", "-0.1", "-1e-300"]))

@@ -1,7 +1,5 @@
 """A trial with one run and without Ray's driver: the test makes the calls that Tune would make."""
 
-import gc
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -176,13 +174,6 @@ def test_an_actor_that_is_used_again_serves_the_other_run_as_a_fresh_one_would(
     assert drop_times(trainable.step()) == drop_times(uninterrupted_run[1][-1])
 
 
-def test_a_trainer_has_the_seed_of_its_run(tmp_path: Path) -> None:
-    trainable = start_trial(tmp_path, seed=2)
-    trainer = trainable.begin().trainer.trainer
-    assert trainer.config.seed == 2
-    assert trainer.levels[0][0].seed == 2_010_000
-
-
 def test_rows_of_other_tools_in_the_file_do_not_matter(tmp_path: Path) -> None:
     """A row after the last checkpoint, left by an interrupted run, is not counted by the stop rules."""
     trainable = start_trial(tmp_path, **STOPS)
@@ -191,16 +182,6 @@ def test_rows_of_other_tools_in_the_file_do_not_matter(tmp_path: Path) -> None:
     resumed = start_trial(tmp_path, **STOPS)
     assert not resumed.begin().is_over
     assert resumed.step()["step"] == 2
-
-
-@pytest.mark.parametrize("family", ["trainable.language_model:TRAINER", "trainable.no_such_module:FAMILY"])
-def test_garbage_is_collected_after_the_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    monkeypatch.setattr(PPO, "family", family)
-    trial = PPO(make_trial_config(tmp_path))
-    with nullcontext() if family.startswith("trainable.language_model") else pytest.raises(ModuleNotFoundError):
-        trial.begin()
-    assert gc.isenabled()
-    trial.cleanup()
 
 
 LAST_EVALUATIONS = ("val_greedy_success", "test_success", "test_greedy_success")
