@@ -27,8 +27,6 @@ SECONDS = {
     "test_kills": 150.0,
     "test_sandbox_kills": 150.0,
     "test_starts": 90.0,
-    "test_surroundings": 60.0,
-    "test_surroundings_read_only_disk": 60.0,
 }
 """What a cell of a kind takes, roughly."""
 REFERENCE_PATIENCE_S = 300.0
