@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from tests.fakes.command_line import get_output, type_in
-from tests.trainable.sources.logs import write_chart, write_completions, write_verl_run
+from tests.trainable.sources.logs import write_completions, write_verl_run
 
 SUCCESSES = {("0.0", 1): 0.50, ("0.0", 2): 0.55, ("0.0", 3): 0.60, ("0.1", 1): 0.75, ("0.1", 2): 0.90, ("0.1", 3): 0.84}
 
@@ -116,8 +116,8 @@ def test_a_table_names_the_runs_of_logs_that_print_no_settings(tmp_path: Path, w
     record = (work_dir / "theirs" / "results" / "imported" / "study.json").read_text()
     assert f"import --runs {tmp_path / 'runs.csv'} --output theirs" in record
     for arguments, text in (
-        (f"--runs {tmp_path / 'runs.csv'} --arm lr", "type neither --arm nor --seed with it"),
-        (f"--runs {tmp_path / 'runs.csv'} {tmp_path / '0.0-1.csv'}", "type no LOGS with it, except charts of W&B"),
+        (f"--runs {tmp_path / 'runs.csv'} --arm lr", "type neither LOGS nor --arm nor --seed with it"),
+        (f"--runs {tmp_path / 'runs.csv'} {tmp_path / '0.0-1.csv'}", "type neither LOGS nor --arm"),
         ("", "There is nothing to import: type the logs, or --runs FILE"),
         (
             f"{tmp_path / '0.0-1.csv'} {tmp_path / '0.1-1.csv'}",
@@ -126,31 +126,6 @@ def test_a_table_names_the_runs_of_logs_that_print_no_settings(tmp_path: Path, w
     ):
         answer = type_in(f"import {arguments} --output other")
         assert (answer.code, text in answer.err) == (2, True)
-
-
-def test_a_table_names_the_runs_of_charts(tmp_path: Path, work_dir: Path) -> None:
-    names = {f"run-{number}": pair for number, pair in enumerate(SUCCESSES)}
-    rewards = write_chart(tmp_path / "rewards.csv", {name: [0.5] * 4 for name in names}, "train/reward")
-    successes = {name: [SUCCESSES[pair]] * 4 for name, pair in reversed(names.items())}
-    charts = f"{rewards} {write_chart(tmp_path / 'successes.csv', successes, 'eval/reward')}"
-    rows = ["log,arm,seed", *(f"{name},kl {arm},{seed}" for name, (arm, seed) in names.items())]
-    (tmp_path / "runs.csv").write_text("\n".join(rows))
-    out = get_output(f"import {charts} --runs {tmp_path / 'runs.csv'} --output theirs")
-    (line,) = [line for line in out.splitlines() if line.startswith("kl 0.1 ") and "3 completed" in line]
-    assert "+0.280" in line
-    record = (work_dir / "theirs" / "results" / "imported" / "study.json").read_text()
-    assert f"import {charts} --runs {tmp_path / 'runs.csv'} --output theirs" in record
-    (tmp_path / "other.csv").write_text("log,arm,seed\nrun-7,x,1\n")
-    for arguments, text in (
-        ("", "columns log, arm and seed, beside the charts, with a row per run: run-0, run-1, run-2, run-3"),
-        (f"--runs {tmp_path / 'other.csv'}", "line 2: run-7 is no run of the charts: their runs are run-0, run-1"),
-    ):
-        answer = type_in(f"import {charts} {arguments} --output other")
-        assert (answer.code, text in answer.err) == (2, True)
-    assert not (work_dir / "other").exists()
-    assert "3 runs" in get_output(
-        f"noise-floor {write_chart(tmp_path / 'same.csv', dict(list(successes.items())[:3]), 'eval/reward')}"
-    )
 
 
 def test_six_published_seeds_of_ppo_and_grpo_are_open(tmp_path: Path) -> None:
