@@ -21,7 +21,6 @@ from search_spaces.catalog import FAMILIES, STUDIES, SUITES
 from search_spaces.declaration.presets import PRESETS
 from search_spaces.declaration.study import Study
 from tests.fakes.command_line import type_words
-from trainable.config.aliases import ALIASES
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, apply_overrides, list_field_names
 from trainable.config.setting_types import MAX_FLOAT, MAX_INTEGER, MIN_FLOAT
@@ -363,45 +362,8 @@ def check_command_lines(examples: int, seed: int | None = None) -> Tally:
     return check_examples(draw_malformed_lines(), check_line, examples, seed)
 
 
-# Lines of valid and invalid pieces in any order, and settings from Python: each gives an answer and no traceback.
-
-VALID_OPTIONS = {
-    "--preset": "laptop paper",
-    "--model": "sokoban-tiny",
-    "--steps": "1 60",
-    "--seeds": "1 3",
-    "--save-freq": "-1 5",
-    "--kl-values": "0 0,0.1",
-    "--entropy-values": "0.1",
-    "--rollout_filter_value": "0.9,nofilter 1",
-    "--gpus": "0 0,1",
-    "--gpus-per-exp": "0 0.5 1",
-    "--ray-num-cpus": "1 16",
-    "--gpu-memory-utilization": "0.5",
-    "--max-concurrent": "2",
-    "--rollout_filter_include_zero": "True no",
-    "--set": "actor.lr=1 gamma=0.9 env.env_groups=[8] actor.betas=[0,1]",
-}
-"""Options of `run`, and values that each takes in some study."""
-
-
-def draw_mixed_lines() -> Line:
-    """Draw lines of options, studies, keys and values, of which most are valid, and of arbitrary text."""
-    valid_options = st.sampled_from(
-        [(name, value) for name, values in VALID_OPTIONS.items() for value in values.split()]
-    )
-    plain_options = st.sampled_from([("--extend",), ("--wandb", "off"), ("--wandb", "on"), ("--output", "out")])
-    values = st.one_of(st.sampled_from([word for words in VALID_OPTIONS.values() for word in words.split()]), any_text)
-    assignments = st.tuples(st.sampled_from([*list_field_names(), *ALIASES]), values).map(
-        lambda key_and_value: ("--set", "=".join(key_and_value))
-    )
-    any_options = st.tuples(st.sampled_from([*VALID_OPTIONS, "--extend", "-h", "--"]), values)
-    pieces = draw_equally([*[valid_options] * 8, plain_options, assignments, any_options, st.tuples(values)])
-    starts = [*[("run", "--dry-run", name) for name in STUDIES] * 2, ("run", "--dry-run"), ("resume", "--dry-run")]
-    return st.tuples(st.sampled_from(starts), st.lists(pieces, max_size=3).map(join_words)).map(join_words)
-
-
 def check_any_line(args: Words) -> str:
+    """Check that a dry run is planned or refused, and writes nothing; say which."""
     answer = type_in_anywhere(args)
     assert answer.code in (0, 2, 3), answer
     assert answer.files == (), answer
@@ -412,11 +374,6 @@ def check_any_line(args: Words) -> str:
         return "planned"
     assert_clear(answer.err)
     return "refused"
-
-
-def check_arbitrary_lines(examples: int, seed: int | None = None) -> Tally:
-    """Check that any dry run is planned or refused, and writes nothing."""
-    return check_examples(draw_mixed_lines(), check_any_line, examples, seed)
 
 
 huge_numbers = st.sampled_from([10, 20, 400, 5000]).map(lambda digits: 10**digits)

@@ -92,7 +92,6 @@ def test_numbers_beyond_what_python_prints_are_refused() -> None:
     ("check", "answers"),
     [
         (malformed.check_command_lines, {"refused by tune_study", "refused by the parser"}),
-        (malformed.check_arbitrary_lines, {"planned", "refused"}),
         (malformed.check_configurations, {"a configuration", "ConfigError"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -291,54 +291,6 @@ def test_the_gradient_analysis_has_the_published_settings() -> None:
     assert study.axis.grids["paper"] == ("PPO",)
 
 
-def test_the_entropy_question_crosses_normalization_and_clip_and_adds_tpo() -> None:
-    study = STUDIES["grpo-entropy-sokoban"]
-    arms = {value: make_arm_config(study, "laptop", value) for value in study.axis.grids["laptop"]}
-    tpo = arms.pop("tpo")
-    clips = {"0.05": (0.05, 0.05), "0.2": (0.2, 0.2), "0.28": (0.2, 0.28)}
-    fields = ("algorithm.norm_adv_by_std_in_grpo", "actor.clip_ratio_low", "actor.clip_ratio_high")
-    assert {name: attrgetter(*fields)(config) for name, config in arms.items()} == {
-        f"{prefix}-clip{name}": (normalized, *clip)
-        for prefix, normalized in (("std", True), ("nostd", False))
-        for name, clip in clips.items()
-    }
-    kinds = {(config.algorithm.adv_estimator, config.actor.policy_loss) for config in arms.values()}
-    assert kinds == {("grpo", "ppo_clip")}
-    assert (tpo.algorithm.adv_estimator, tpo.actor.policy_loss, tpo.actor.tpo_eta) == ("group_skill", "tpo", 1.0)
-    for config in (tpo, *arms.values()):
-        assert not config.actor.use_kl_loss
-        assert config.actor.entropy_coeff == 0
-        # With fewer updates the clip would have no effect.
-        assert config.episodes_per_step * config.actor.ppo_epochs // config.actor.ppo_mini_batch_size == 16
-
-
-@pytest.mark.parametrize("preset", ["laptop", "paper", "stress"])
-def test_the_learning_rate_study_crosses_rates_with_the_kl_loss_and_the_algorithm(preset: str) -> None:
-    study = STUDIES["learning-rate"]
-    base = make_base_config(study, preset)
-    configs = {value: make_arm_config(study, preset, value) for value in study.get_grid(preset)}
-    rates = sorted({config.actor.lr for config in configs.values()})
-    points = {attrgetter("actor.lr", *KL_FIELDS, "algorithm.adv_estimator")(config) for config in configs.values()}
-    assert points == {
-        (rate, coefficient > 0, coefficient, estimator)
-        for rate in rates
-        for coefficient in (0, 0.1)
-        for estimator in ("gae", "grpo")
-    }
-    assert len(configs) == len(points) == 20
-    assert np.log10(rates[-1] / rates[0]) == pytest.approx(1.5, abs=0.03)
-    baseline = study.baseline.format(**study.family.make_template_values(base))
-    published_rate = make_base_config(kl.STUDY, "paper" if preset == "paper" else "laptop").actor.lr
-    assert configs[baseline] == apply_overrides(base, {"actor.lr": published_rate, "actor.kl_loss_coef": 0})
-    assert {config.critic.lr for config in configs.values()} == {base.critic.lr}
-    # Every arm of the preset is in one pair of either kind, with an arm of the same rate.
-    for name, pairs in study.contrasts.items():
-        rates_of_pairs = [tuple(configs[arm].actor.lr for arm in pair) for pair in pairs if pair[0] in configs]
-        assert [first for first, _ in rates_of_pairs] == [second for _, second in rates_of_pairs] == rates, name
-    assert study.axis.dose == "actor.lr"
-    assert study.n_seeds == 3
-
-
 @pytest.mark.parametrize(("rate", "text"), [(3e-4, "3e-4"), (1.7e-3, "1.7e-3"), (1e-6, "1e-6"), (0.5, "5e-1")])
 def test_a_learning_rate_is_written_as_it_is_typed(rate: float, text: str) -> None:
     assert format_rate(rate) == text
