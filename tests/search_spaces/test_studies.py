@@ -231,22 +231,6 @@ def test_a_game_with_a_model_of_its_own_refuses_that_of_another_game(model: str,
         apply_overrides(RunConfig(), settings)
 
 
-def test_a_game_of_the_package_without_a_model_plays_with_the_words_of_another_in_a_folder_of_its_own() -> None:
-    code = """
-from pathlib import Path
-from trainable.config import games
-bandit = games.Game("trainable.envs.sokoban.game:Sokoban", reads=("observation_format",))
-games.GAMES = {**games.GAMES, "bandit": bandit}  # before the settings that take their names from it are imported
-from search_spaces.catalog import STUDIES
-from tune_study.plan.study_plan import make_plan
-settings = STUDIES["kl"].family.make_game_settings("bandit", "laptop")
-plan = make_plan(STUDIES["kl"], "laptop", "", settings, ("0",), 1, Path("out"))
-print(plan.run, plan.runs[0].run_id, plan.model)
-"""
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert output == ["kl_sweep_sokoban-tiny_bandit", "bandit_kl_sweep_nofilter_0-sokoban-tiny_bandit", "sokoban-tiny"]
-
-
 def test_declaring_a_study_loads_neither_torch_nor_ray() -> None:
     names = {"torch", "ray", "vllm", "transformers"}
     code = f"import sys, search_spaces.catalog; print(sorted({names} & sys.modules.keys()))"

@@ -230,6 +230,7 @@ HASHED: list[tuple[dict[str, object], dict[str, object], bool]] = [
         for change in (
             {"seed": 7},
             {"trainer.save_freq": 50},
+            {"trainer.log_val_generations": 4},
             {"trainer.resume_every": 1},
             {"trainer.resume_seconds": 2.5},
             {"trainer.ray_num_cpus": 2},

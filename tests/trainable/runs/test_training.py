@@ -470,19 +470,6 @@ def test_trained_episodes_are_in_the_file_beside_those_of_validations(tmp_path: 
 
 
 @pytest.mark.long
-def test_a_run_continues_with_another_number_of_recorded_episodes(
-    tmp_path: Path, uninterrupted_run: UninterruptedRun
-) -> None:
-    start_trial(tmp_path, trainer__log_val_generations=0).step()
-    assert not (tmp_path / "runs" / "r" / "episodes.jsonl").exists()
-    resumed = start_trial(tmp_path, trainer__log_val_generations=2)
-    assert [resumed.step()["step"] for _ in range(2)] == [2, 3]
-    assert read_run_files(tmp_path)[1] == read_run_files(uninterrupted_run[0])[1]
-    recorded = [(episode.step, episode.level) for episode in read_episodes(tmp_path / "runs" / "r")]
-    assert recorded == [(step, level) for step in (2, 3) for level in (123, 124)]
-
-
-@pytest.mark.long
 def test_a_restored_trainer_holds_no_file_that_was_deleted(tmp_path: Path) -> None:
     trainable = start_trial(tmp_path)
     trainable.step()
