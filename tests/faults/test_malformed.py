@@ -18,7 +18,6 @@ from tests.faults.malformed_folders import (
     Damage,
     change_value,
     check_reading,
-    check_report,
     drop_checksum,
     encode_document,
     write_valid_study,
@@ -87,7 +86,7 @@ def test_numbers_beyond_what_python_prints_are_refused() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("examples", [15, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [15, pytest.param(150, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("check", "answers"),
     [
@@ -107,13 +106,6 @@ def test_every_damaged_folder_is_answered(examples: int) -> None:
     tally = malformed_folders.check_folders(examples)
     assert tally.examples >= examples
     assert {"status 0, resume 0, replay 0", "status 2, resume 2, replay 2"} <= tally.answers.keys()
-
-
-@pytest.mark.slow
-def test_every_damaged_folder_has_a_report() -> None:
-    tally = malformed_folders.check_reports(20)
-    assert tally.examples >= 20
-    assert "exit 0" in tally.answers
 
 
 class ValidStudy:
@@ -157,8 +149,6 @@ def test_a_record_of_another_content_is_refused_or_not_resumed(
 ) -> None:
     damage = valid_study.make_damage(name, path, value, is_lost=value is LOST)
     assert check_reading(valid_study.folder, valid_study.plan, damage).startswith(answer)
-    if answer == REFUSED:
-        assert check_report(valid_study.folder, damage) == "exit 2"
 
 
 @pytest.mark.parametrize(
