@@ -5,7 +5,6 @@ other exception is one of the plug-in: it is shown with the line of the user's f
 """
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any
@@ -18,14 +17,13 @@ from trainable.config import own_parts
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.constants import SHIPPED_MODELS
 from trainable.config.own_parts import has_parameter
-from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
+from trainable.config.run_config import RunConfig
 from trainable.config.sections import EnvConfig
 from trainable.config.setting_types import format_value
 from trainable.envs.environment import FIRST_TEST_SEED, Environment, PlayedTurn, TurnOutcome
 from trainable.envs.games.make import get_turn_limits, make_environment
 from trainable.envs.prompts import ACTION_SEPARATOR, CHATML
 from trainable.families import list_families
-from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode, StopReason
 from trainable.runs.records import STEP_COLUMNS, make_empty_row
 from trainable.runs.stop_rules import evaluate_own_rules
@@ -243,46 +241,3 @@ _CHECKS: Mapping[str, tuple[str, Callable[[Any, Any], None]]] = {
     "trainer.own_stop_rules": ("(rows)", _check_stop_rule),
 }
 """The arguments of a plug-in for each setting that names one, and its check."""
-
-_FIRST_REPLIES = 64
-_MAX_SHOWN_WORDS = 8
-
-
-def describe_first_replies(config: RunConfig) -> str:
-    """Describe in a sentence the first replies of an untrained shipped policy in a plug-in game.
-
-    Such a policy never answers with some of its words, whatever `read_action` accepts. Empty if these settings cannot
-    run on a CPU. An error of the game is described and not raised, since the run will raise it.
-    """
-    overrides = {
-        "env.env_groups": _FIRST_REPLIES,
-        "env.group_size": 1,
-        "env.max_turn": 1,
-        "env.val_env_groups": 1,
-        "trainer.total_training_steps": 1,
-        "trainer.device": "cpu",
-        "trainer.n_gpus_per_node": 0,
-        # Compiling would take longer than the replies.
-        "rollout.name": "torch",
-        "model.compiled_passes": False,
-    }
-    game, model = own_parts.shorten_part_name(config.env.name), config.model.path
-    try:
-        trainer = PPOTrainer(apply_overrides(config, overrides))
-        episodes = trainer.roll_out(trainer.levels[0], 1, "sampling")
-    except ConfigError:
-        return ""
-    except Exception as error:
-        return f"Own game: the first replies of {model} in {game} raised {own_parts.describe_error(error)}"
-    valid_count = sum(episode.turn_validity[0] for episode in episodes)
-    answers = [_list_example_words(f"<answer>{episode.texts[0].partition('<answer>')[2]}") for episode in episodes]
-    word_counts = Counter(word for words in answers for word in words if word)
-    words_text = ", ".join(f"{word} ({count})" for word, count in word_counts.most_common(_MAX_SHOWN_WORDS))
-    answers_text = f"it answers {format_value(words_text, 200)}" if words_text else "it gives no answer"
-    sentence = f"Own game: {valid_count} of {len(episodes)} first replies of {model} have a valid action of {game}"
-    if valid_count:
-        return f"{sentence}; {answers_text}"
-    return (
-        f"{sentence}, so it can learn nothing; {answers_text}. Let read_action() accept words that it answers with, or "
-        "use a model of the hub with --model NAME --set model.prompt_style=full"
-    )

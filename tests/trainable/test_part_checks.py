@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from search_spaces.declaration.presets import PRESETS
 from tests.test_docs import PAGES, SAVED_FILE
 from trainable.config.base_config import BaseRunConfig
 from trainable.config.own_parts import OwnPartError, PartFile, list_parts, pin_parts, register_file
 from trainable.config.run_config import RunConfig, apply_overrides
-from trainable.part_checks import check_part, describe_first_replies
+from trainable.part_checks import check_part
 
 SAVED_TEXTS = {
     name: text for page in PAGES for name, text in re.findall(SAVED_FILE, Path(page).read_text("utf-8"), re.DOTALL)
@@ -174,34 +173,3 @@ def test_in_the_plain_style_any_reply_is_tried_and_no_example_is_needed() -> Non
                 "        wins =", "        [ARMS[name] for names in actions for name in names]\n        wins ="
             )
         )
-
-
-def describe_replies(text: str) -> str:
-    register_file(PartFile("own.py", text))
-    settings = {**PRESETS["laptop"].settings, "env.name": "own.py:Bandit", "env.max_turn": 1}
-    return describe_first_replies(pin_parts(apply_overrides(RunConfig(), settings)))
-
-
-@pytest.mark.long
-def test_a_game_is_told_what_the_shipped_policy_answers() -> None:
-    bandit = SAVED_TEXTS["bandit.py"]
-    answers = r"it answers (Up|Right) \(\d+\), \w+ \(\d+\), \w+ \(\d+\), \w+ \(\d+\)"
-    sentence = describe_replies(bandit)
-    match = re.fullmatch(
-        rf"Own game: (\d+) of 64 first replies of sokoban-tiny have a valid action of Bandit; {answers}", sentence
-    )
-    assert match is not None
-    assert int(match[1]) > 32
-    # Digits are among the words that it can read, and are never its answer.
-    for word, digit in (("Up", "1"), ("Down", "2"), ("Left", "3"), ("Right", "4")):
-        bandit = bandit.replace(f'"{word}"', f'"{digit}"')
-    sentence = describe_replies(bandit)
-    assert re.match(
-        "Own game: 0 of 64 first replies of sokoban-tiny have a valid action of Bandit, so it can learn nothing; "
-        rf"{answers}\. Let read_action\(\) accept words that it answers with, or use a model of the hub",
-        sentence,
-    )
-    broken = SAVED_TEXTS["bandit.py"].replace("        wins =", "        len(states) < 5 or 1 / 0\n        wins =")
-    assert describe_replies(broken).startswith(
-        "Own game: the first replies of sokoban-tiny in Bandit raised ZeroDivisionError: division by zero (own.py, "
-    )
