@@ -63,12 +63,9 @@ def read_event_files(files: Sequence[tuple[Path, bytes]]) -> RunLog | None:
 
 def read_event_settings(paths: Sequence[Path]) -> dict[str, Any]:
     """Read the settings that the event files of a run contain."""
-    settings: dict[str, Any] = {}
-    for path in paths:
-        for _, event in _iter_events(read_bytes(path)):
-            for value in event.summary.value:
-                settings |= _read_settings(value)
-    return settings
+    events = (event for path in paths for _, event in _iter_events(read_bytes(path)))
+    settings = (_read_settings(value) for event in events for value in event.summary.value)
+    return {name: value for group in settings for name, value in group.items()}
 
 
 def _iter_events(content: bytes) -> Iterator[tuple[int, Any]]:
@@ -78,9 +75,7 @@ def _iter_events(content: bytes) -> Iterator[tuple[int, Any]]:
     from tensorboardX.record_writer import masked_crc32c
 
     def is_intact(start: int, end: int) -> bool:
-        """Compare the checksum of bytes with the one that follows them."""
-        (checksum,) = _CHECKSUM.unpack_from(content, end)
-        return bool(masked_crc32c(content[start:end]) == checksum)
+        return bool(_CHECKSUM.pack(masked_crc32c(content[start:end])) == content[end : end + _CHECKSUM.size])
 
     position = 0
     while position + HEADER_BYTES <= len(content):
@@ -116,12 +111,9 @@ def _read_settings(value: Any) -> dict[str, Any]:
         from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
         hparams = HParamsPluginData.FromString(value.metadata.plugin_data.content).session_start_info.hparams
-        settings = {name: getattr(setting, setting.WhichOneof("kind")) for name, setting in hparams.items()}
+        pairs = ((name, getattr(setting, setting.WhichOneof("kind"))) for name, setting in hparams.items())
         # All numbers are stored as floats.
-        return {
-            name: int(value) if isinstance(value, float) and value.is_integer() else value
-            for name, value in settings.items()
-        }
+        return {name: int(x) if isinstance(x, float) and x.is_integer() else x for name, x in pairs}
     try:
         return flatten(json.loads(value.tensor.string_val[0]))
     except (IndexError, ValueError, AttributeError):
