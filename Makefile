@@ -107,11 +107,10 @@ test-processes: setup compile
 		2>&1 | while IFS= read -r line; do echo "[processes] $$line"; done
 
 # Each kind of fault is a module that no other target collects. MINUTES=0: every cell once, in hours.
-# ONLY="kills or inputs": these kinds alone. Some mount a small disk at /dev/shm, so that nothing else may be there.
+# ONLY="kills or inputs": these kinds alone.
 MINUTES ?= 10
 SEED ?= 0
-ATTACKS := $(addprefix tests/attack/,damaged_files.py hostile/folders.py extremes.py inputs.py kills.py starts.py \
-	surroundings.py growth.py)
+ATTACKS := $(addprefix tests/attack/,damaged_files.py hostile/folders.py inputs.py kills.py starts.py)
 attack: setup
 	ATTACK_MINUTES=$(MINUTES) ATTACK_SEED=$(SEED) PYTEST_DEBUG_TEMPROOT="$${TMPDIR:-/tmp}" OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest -q -rfEs -o filterwarnings=default --timeout 3600 $(ATTACKS) $(if $(ONLY),-k "$(ONLY)")

@@ -239,7 +239,6 @@ THIRD_PARTY_IMPORTS: dict[str, tuple[str, ...]] = {
     "analysis.gradients.files": ("altair", "pandas"),
     "analysis.notebook": ("altair", "pandas"),
     "trainable.sources.event_files": ("tensorboardX", "google"),
-    "trainable.sources.tf_records": ("numpy",),
     "trainable.sources.wandb_files": ("wandb",),
     "analysis.gallery": ("altair", "jinja2", "numpy", "pandas"),
     "analysis.report": ("altair", "jinja2", "markupsafe", "numpy", "pandas"),

@@ -1,11 +1,9 @@
 """The Trainables that Ray Tune constructs, steps, saves, restores and resets, with one class per family of runs."""
 
-import gc
 import os
 import shutil
-import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -54,23 +52,6 @@ _RUN_OPTIONS = (
 )
 PICKLE_FILE = "_dict_checkpoint.pkl"
 """What Ray would unpickle."""
-
-
-@contextmanager
-def _pause_garbage_collection() -> Iterator[None]:
-    """Pause the garbage collector, such as during imports, and exempt the objects of new modules from it afterwards.
-
-    They live as long as the process, and scanning them would take about a seventh of the time of the imports.
-    """
-    was_enabled, num_modules = gc.isenabled(), len(sys.modules)
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-        if len(sys.modules) > num_modules:
-            gc.freeze()
 
 
 class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
@@ -245,10 +226,9 @@ class PPO(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         terminate_orphans(Path(self._runs[0]["run_dir"]))
         settings = self.make_config(self._configuration)
         # Imported here, because Ray's driver imports this module, too, and should not load torch.
-        with _pause_garbage_collection():
-            from trainable.runs.training import TrainingLoop
+        from trainable.runs.training import TrainingLoop
 
-            family = self.load_family()
+        family = self.load_family()
         self.training, patience = None, settings.trainer.disk_patience
         # Repeats an operation on the storage while the storage does not answer.
         retry = partial(call_with_retry, patience=patience, notify=self._notes.append, place="the storage")

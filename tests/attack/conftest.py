@@ -22,15 +22,11 @@ DEADLINE = time.monotonic() + 60 * MINUTES
 SECONDS = {
     "test_damaged_files": 5.0,
     "test_hostile_folders": 10.0,
-    "test_extremes": 2.0,
     "test_checkpoints": 2.0,
     "test_inputs": 20.0,
     "test_kills": 150.0,
     "test_sandbox_kills": 150.0,
     "test_starts": 90.0,
-    "test_surroundings": 60.0,
-    "test_surroundings_read_only_disk": 60.0,
-    "test_growth": 200.0,
 }
 """What a cell of a kind takes, roughly."""
 REFERENCE_PATIENCE_S = 300.0

@@ -15,10 +15,8 @@ from tests.faults.damage import check_damage
     ("check", "examples"),
     [
         (malformed.check_command_lines, 250),
-        (malformed.check_arbitrary_lines, 250),
         (malformed.check_configurations, 250),
         (malformed_folders.check_folders, 250),
-        (malformed_folders.check_reports, 10),  # a report takes seconds
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -2,8 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -134,6 +133,9 @@ def check_reading(valid_folder: Path, plan: StudyPlan, damage: Damage) -> str:
                 names = ("study.json", "run.json", *(["levels.jsonl"] if answer is replay else []))
                 assert damage.name.endswith(names), answer
         assert status.code == 0 or damage.name == STUDY, status
+        if status.code == 2:
+            assert type_in(["report", RUN], folder).code == 2
+            assert read_files(folder) == contents_before
         assert "completed" in status.out or damage.name.endswith(("study.json", "status.json", "s.jsonl")), status
         # The planned steps are those of run.json.
         done = "3/" if damage.name.endswith("run.json") else "3/3"
@@ -147,46 +149,10 @@ def _list_run_identities(plan: StudyPlan) -> list[tuple[object, ...]]:
     return [(spec.run_id, spec.arm, spec.seed, spec.log_path, spec.config.compute_hash()) for spec in plan.runs]
 
 
-def check_report(valid_folder: Path, damage: Damage) -> str:
-    """Check that `report` is written or names the damaged file, and changes no file that a run wrote."""
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        write_damaged_copy(folder, valid_folder, damage)
-        contents_before = read_files(folder)
-        answer = type_in(["report", RUN], folder)
-        contents_after = read_files(folder)
-        assert {path: contents_after.get(path) for path in contents_before} == contents_before
-        assert (answer.code == 0) == (f"{RUN}/report.html" in contents_after), answer
-        if answer.code == 1:
-            assert answer.err.startswith("The rows are saved in "), answer
-            assert damage.name.endswith("levels.jsonl"), answer
-            assert f"{Path(damage.name).name} " in answer.err, answer
-        elif answer.code == 2:
-            assert damage.name == STUDY, answer
-            assert_clear(answer.err)
-            assert contents_after == contents_before
-        else:
-            assert answer.code == 0, answer
-    return f"exit {answer.code}"
-
-
-@contextmanager
-def make_valid_study() -> Iterator[tuple[Path, StudyPlan, Mapping[str, bytes]]]:
-    """Make a valid study in a new folder; yield the folder, the plan and the files."""
-    with TemporaryDirectory() as name:
-        plan = write_valid_study(Path(name))
-        yield Path(name), plan, read_files(Path(name))
-
-
 def check_folders(examples: int, seed: int | None = None) -> Tally:
     """Check `status`, `resume --dry-run` and `replay-stoppers` of folders in which one file is damaged."""
-    with make_valid_study() as (valid_folder, plan, files):
+    with TemporaryDirectory() as name:
+        plan = write_valid_study(Path(name))
+        files = read_files(Path(name))
         damages = draw_damages(files, [*files, STUDY, STUDY])
-        return check_examples(damages, lambda damage: check_reading(valid_folder, plan, damage), examples, seed)
-
-
-def check_reports(examples: int, seed: int | None = None) -> Tally:
-    """Check `report` of folders in which one file is damaged."""
-    with make_valid_study() as (valid_folder, _, files):
-        damages = draw_damages(files, [*files, STUDY, STUDY])
-        return check_examples(damages, lambda damage: check_report(valid_folder, damage), examples, seed)
+        return check_examples(damages, lambda damage: check_reading(Path(name), plan, damage), examples, seed)

@@ -18,7 +18,6 @@ from tests.faults.malformed_folders import (
     Damage,
     change_value,
     check_reading,
-    check_report,
     drop_checksum,
     encode_document,
     write_valid_study,
@@ -34,30 +33,20 @@ FIRST = f"{RUN}/runs/sokoban_kl_sweep_nofilter_0-sokoban-tiny"
 
 KNOWN_LINES = [
     ("kl", "--set", f"actor.lr={NESTED}"),
-    ("kl", "--set", f"actor.lr=[{'1' * 5000}]"),
     ("kl", "--set", "actor.lr=" + "1" * 100_000 + "x"),
     ("kl", "--set", "a" * 100_000 + "=1"),
     ("kl", "--set", "trainer.logger=['\n\n']"),
-    ("kl", "--set", "actor.clip_ratio_c=inf"),
     ("kl", "--set", "env.group_size=" + "9" * 400),
     ("entropy", "--set", "actor.use_kl_loss="),
     ("kl", "--preset", "laptop", "--model", ""),
-    ("kl", "--preset", "laptop", "--model", "a\nb"),
-    ("kl", "--preset", "laptop", "--model", "a" * 5000),
     ("kl", "--preset", "laptop", "--model", "model-\udcff"),
-    ("kl", "--preset", "laptop", "--set", "model.path= "),
-    ("kl", "--preset", "laptop", "--output", "a" * 300),
     ("kl", "--preset", "laptop", "--output", "a/" * 2500),
     ("kl", "--preset", "laptop", "--output", "folder-\udcff"),
-    ("kl", "--preset", "laptop", "--seeds", "402"),
     ("kl", "--preset", "laptop", "--seeds", "9" * 18),
     ("kl", "--preset", "laptop", "--kl-values", "0." + "0" * 300 + "1"),
+    ("kl", "--preset", "laptop", "--wandb", "\x1b[2J"),
     ("kl", "--preset", "paper", "--gpus-per-exp", "1e300"),
-    ("kl", "--preset", "paper", "--gpus-per-exp", "1e9"),
-    ("kl", "--preset", "paper", "--gpus-per-exp", "1e-9"),
-    ("kl", "--preset", "paper", "--gpus", "٣"),
     ("kl", "--preset", "paper", "--gpus", "0,00"),
-    ("kl", "--preset", "a\n\nb"),
     ("a\n\nb",),
 ]
 
@@ -81,11 +70,6 @@ def test_a_home_folder_of_nobody_is_a_folder_of_that_name() -> None:
     assert check_any_line(("run", "kl", "--preset", "laptop", "--dry-run", "--output", "~nobody-here")) == "planned"
 
 
-@pytest.mark.parametrize("mode", ["a\n\nb", "\x1b[2J", "a" * 5000], ids=make_id)
-def test_a_mode_of_wandb_that_is_none_is_quoted(mode: str) -> None:
-    check_line(("kl", "--preset", "laptop", "--wandb", mode))
-
-
 @pytest.mark.parametrize("model", ["~nobody-of-that-name", "a" * 300, "a/" * 500])
 def test_a_model_that_cannot_be_a_folder_is_one_that_is_not_here(model: str) -> None:
     assert check_any_line(("run", "kl", "--preset", "laptop", "--dry-run", "--model", model)) in ("planned", "refused")
@@ -102,12 +86,11 @@ def test_numbers_beyond_what_python_prints_are_refused() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("examples", [15, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [15, pytest.param(150, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("check", "answers"),
     [
         (malformed.check_command_lines, {"refused by tune_study", "refused by the parser"}),
-        (malformed.check_arbitrary_lines, {"planned", "refused"}),
         (malformed.check_configurations, {"a configuration", "ConfigError"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -123,13 +106,6 @@ def test_every_damaged_folder_is_answered(examples: int) -> None:
     tally = malformed_folders.check_folders(examples)
     assert tally.examples >= examples
     assert {"status 0, resume 0, replay 0", "status 2, resume 2, replay 2"} <= tally.answers.keys()
-
-
-@pytest.mark.slow
-def test_every_damaged_folder_has_a_report() -> None:
-    tally = malformed_folders.check_reports(20)
-    assert tally.examples >= 20
-    assert "exit 0" in tally.answers
 
 
 class ValidStudy:
@@ -149,49 +125,47 @@ def valid_study(tmp_path_factory: pytest.TempPathFactory) -> ValidStudy:
     return ValidStudy(tmp_path_factory.mktemp("good"))
 
 
-@pytest.mark.parametrize(
-    ("path", "value"), [(("runs", 0, "run_id"), "../.."), (("settings", "trainer"), []), (("axis", "values"), "0")]
-)
-def test_a_study_of_the_wrong_shape_is_refused(
-    valid_study: ValidStudy, path: tuple[object, ...], value: object
-) -> None:
-    damage = valid_study.make_damage(STUDY, path, value)
-    assert check_reading(valid_study.folder, valid_study.plan, damage) == "status 2, resume 2, replay 2"
-    assert check_report(valid_study.folder, damage) == "exit 2"
-
-
-@pytest.mark.parametrize("text", [NESTED, "", "[]"], ids=make_id)
-def test_a_study_json_that_is_none_is_refused(valid_study: ValidStudy, text: str) -> None:
-    assert (
-        check_reading(valid_study.folder, valid_study.plan, Damage(STUDY, text.encode()))
-        == "status 2, resume 2, replay 2"
-    )
+LOST = object()
+REFUSED, NOT_RESUMED = "status 2, resume 2, replay 2", "status 0, resume 2"
 
 
 @pytest.mark.parametrize(
-    ("path", "value"),
+    ("name", "path", "value", "answer"),
     [
-        (("settings", "actor", "lr"), 0.5),
-        (("axis", "values"), ["0"]),
-        (("stop_rules",), ["none such"]),
+        (STUDY, ("runs", 0, "run_id"), "../..", REFUSED),
+        (STUDY, ("settings", "trainer"), [], REFUSED),
+        (STUDY, ("axis", "values"), "0", REFUSED),
+        # What study.json says of its runs is not what they are.
+        (STUDY, ("settings", "actor", "lr"), 0.5, NOT_RESUMED),
+        (STUDY, ("axis", "values"), ["0"], NOT_RESUMED),
+        (STUDY, ("stop_rules",), ["none such"], NOT_RESUMED),
+        # A lost setting is not replaced by its default.
+        (STUDY, ("settings", "actor", "lr"), LOST, NOT_RESUMED),
+        (f"{FIRST}/run.json", ("config",), LOST, NOT_RESUMED),
     ],
 )
-def test_a_study_that_says_something_else_than_its_runs_is_not_resumed(
-    valid_study: ValidStudy, path: tuple[object, ...], value: object
+def test_a_record_of_another_content_is_refused_or_not_resumed(
+    valid_study: ValidStudy, name: str, path: tuple[object, ...], value: object, answer: str
 ) -> None:
-    assert check_reading(valid_study.folder, valid_study.plan, valid_study.make_damage(STUDY, path, value)).startswith(
-        "status 0, resume 2"
-    )
+    damage = valid_study.make_damage(name, path, value, is_lost=value is LOST)
+    assert check_reading(valid_study.folder, valid_study.plan, damage).startswith(answer)
 
 
-def test_a_lost_setting_is_not_replaced_by_its_default(valid_study: ValidStudy) -> None:
-    damage = valid_study.make_damage(STUDY, ("settings", "actor", "lr"), is_lost=True)
-    assert check_reading(valid_study.folder, valid_study.plan, damage).startswith("status 0, resume 2")
-
-
-def test_a_run_json_without_settings_is_named(valid_study: ValidStudy) -> None:
-    damage = valid_study.make_damage(f"{FIRST}/run.json", ("config",), is_lost=True)
-    assert check_reading(valid_study.folder, valid_study.plan, damage).startswith("status 0, resume 2")
+@pytest.mark.parametrize(
+    ("name", "content", "answer"),
+    [
+        *((STUDY, content, REFUSED) for content in (NESTED.encode(), b"", b"[]")),
+        # Lost and empty files of a run stop nobody.
+        (f"{FIRST}/metrics.jsonl", NESTED.encode(), "status 0, resume 0, replay 0"),
+        (f"{FIRST}/levels.jsonl", None, "status 0, resume 0, replay 0"),
+        (f"{FIRST}/status.json", b"", "status 0, resume 0, replay 0"),
+    ],
+    ids=make_id,
+)
+def test_a_file_without_its_content_is_refused_only_if_the_study_needs_it(
+    valid_study: ValidStudy, name: str, content: bytes | None, answer: str
+) -> None:
+    assert check_reading(valid_study.folder, valid_study.plan, Damage(name, content)) == answer
 
 
 ODD_LINES = [
@@ -234,13 +208,3 @@ def test_a_value_that_is_no_number_is_missing(tmp_path: Path, valid_study: Valid
     assert steps["val_success"].isna().all()
     assert steps["entropy"].to_list() == [row["entropy"] for row in rows]
     assert check_reading(valid_study.folder, valid_study.plan, damage).startswith("status 0, resume 0")
-
-
-@pytest.mark.parametrize(
-    ("name", "content"), [("metrics.jsonl", NESTED.encode()), ("levels.jsonl", None), ("status.json", b"")]
-)
-def test_lost_and_empty_files_stop_nobody(valid_study: ValidStudy, name: str, content: bytes | None) -> None:
-    assert (
-        check_reading(valid_study.folder, valid_study.plan, Damage(f"{FIRST}/{name}", content))
-        == "status 0, resume 0, replay 0"
-    )

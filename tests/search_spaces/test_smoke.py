@@ -55,14 +55,6 @@ def test_the_164_names(preset: str) -> None:
     assert (len(names), len(set(names))) == (164, 164)
 
 
-@pytest.mark.parametrize(("group", "count"), [("1", 16), ("2", 16), ("3", 4), ("4", 16), ("5", 16)])
-def test_a_group_by_its_number(group: str, count: int) -> None:
-    study = find_study("smoke")
-    runs = make_study_plan(study, values=expand_groups(study, [group])).runs
-    assert [spec.run_id for spec in runs] == list_names(int(group), "low_var_kl")
-    assert len(runs) == count
-
-
 def test_every_run_has_the_settings_that_its_name_says() -> None:
     filter_values = {"topk100": 1.0, "topk80": 0.8, "topk60": 0.6, "topk40": 0.4, "nofilter": 1.0}
     for spec in make_study_plan(STUDIES["smoke-all"]).runs:

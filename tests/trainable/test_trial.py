@@ -1,13 +1,10 @@
 """A trial with one run and without Ray's driver: the test makes the calls that Tune would make."""
 
-import gc
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.fakes.lines import append_record
 from tests.fakes.scripted import make_small_config
 from tests.fakes.trials import (
     IDENTITY,
@@ -96,16 +93,6 @@ def test_no_checkpoint_is_kept_unless_asked_for(tmp_path: Path, save_freq: int) 
     assert (tmp_path / "runs" / "r" / "state").exists()
 
 
-@pytest.mark.long
-def test_two_rolling_states_are_kept_while_a_run_is_under_way_and_one_at_its_end(tmp_path: Path) -> None:
-    trainable = start_trial(tmp_path)
-    checkpoint_names = []
-    for _ in range(3):
-        trainable.step()
-        checkpoint_names.append(sorted(path.name for path in (tmp_path / "runs" / "r" / "state").iterdir()))
-    assert checkpoint_names == [["step_1"], ["step_1", "step_2"], ["step_3"]]
-
-
 def test_an_interrupted_run_writes_a_checkpoint_whatever_resume_every_is(tmp_path: Path) -> None:
     interrupt = tmp_path / "interrupt"
     trainable = start_trial(tmp_path, interrupt=str(interrupt), trainer__resume_every=100)
@@ -176,33 +163,6 @@ def test_an_actor_that_is_used_again_serves_the_other_run_as_a_fresh_one_would(
     assert drop_times(trainable.step()) == drop_times(uninterrupted_run[1][-1])
 
 
-def test_a_trainer_has_the_seed_of_its_run(tmp_path: Path) -> None:
-    trainable = start_trial(tmp_path, seed=2)
-    trainer = trainable.begin().trainer.trainer
-    assert trainer.config.seed == 2
-    assert trainer.levels[0][0].seed == 2_010_000
-
-
-def test_rows_of_other_tools_in_the_file_do_not_matter(tmp_path: Path) -> None:
-    """A row after the last checkpoint, left by an interrupted run, is not counted by the stop rules."""
-    trainable = start_trial(tmp_path, **STOPS)
-    trainable.step()
-    append_record(tmp_path / "runs" / "r" / "metrics.jsonl", {"step": 2, "groups_kept": 2, "val_success": 0.0})
-    resumed = start_trial(tmp_path, **STOPS)
-    assert not resumed.begin().is_over
-    assert resumed.step()["step"] == 2
-
-
-@pytest.mark.parametrize("family", ["trainable.language_model:TRAINER", "trainable.no_such_module:FAMILY"])
-def test_garbage_is_collected_after_the_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    monkeypatch.setattr(PPO, "family", family)
-    trial = PPO(make_trial_config(tmp_path))
-    with nullcontext() if family.startswith("trainable.language_model") else pytest.raises(ModuleNotFoundError):
-        trial.begin()
-    assert gc.isenabled()
-    trial.cleanup()
-
-
 LAST_EVALUATIONS = ("val_greedy_success", "test_success", "test_greedy_success")
 
 
@@ -225,12 +185,6 @@ def test_a_run_that_is_made_longer_has_the_rows_of_one_that_was_planned_so(
             name: other[name] for name in other.keys() - left_out
         }
     assert drop_times(rows[2]) == drop_times(straight_rows[2])
-
-
-def test_another_setting_than_the_number_of_steps_makes_another_run(tmp_path: Path) -> None:
-    start_trial(tmp_path, trainer__total_training_steps=1).step()
-    changed = start_trial(tmp_path, trainer__total_training_steps=2, actor__lr=1e-2)
-    assert changed.step()["step"] == 1  # it begins again
 
 
 def test_a_long_step_names_its_phases_in_a_file_that_is_gone_when_it_ends(

@@ -154,10 +154,15 @@ class CommandConfig(BaseRunConfig):
         }
 
     @property
+    def nested_settings(self) -> dict[str, Any]:
+        """Your settings, nested by the dots in their names."""
+        section = getattr(self, SETTINGS_SECTION, None)
+        return {} if section is None else section.model_dump(mode="json")
+
+    @property
     def settings(self) -> dict[str, Value]:
         """Your settings by their names."""
-        section = getattr(self, SETTINGS_SECTION, None)
-        return {} if section is None else flatten_settings(section.model_dump(mode="json"))
+        return flatten_settings(self.nested_settings)
 
     def fill_words(self, template: str, fields: Mapping[str, object]) -> list[str]:
         """Split a template into words, as a shell does, and fill in the fields of each.

@@ -104,7 +104,7 @@ class CommandTrainer:
         command, config = self._config.command, self._config
         self._output.mkdir(parents=True, exist_ok=True)
         settings_file = self._output / "settings.json"
-        write_text(settings_file, json.dumps(_nest(config.settings), indent=1))
+        write_text(settings_file, json.dumps(config.nested_settings, indent=1))
         attempt = len(list(self._folder.glob("console_*.log"))) + 1
         console = self._folder / f"console_{attempt}.log"
         fields = {
@@ -173,18 +173,6 @@ class CommandTrainer:
         if self._process is not None:
             self._process.end(self._config.command.stop_seconds)
             self._process = None
-
-
-def _nest(settings: dict[str, Any]) -> dict[str, Any]:
-    """Nest values by dotted names: the reverse of `flatten_settings`."""
-    nested: dict[str, Any] = {}
-    for name, value in settings.items():
-        *parents, leaf = name.split(".")
-        section = nested
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[leaf] = value
-    return nested
 
 
 def _decide(rows: Sequence[Row], config: CommandConfig, rules: Sequence[str]) -> StopDecision | None:

@@ -5,6 +5,8 @@ import shlex
 import sys
 from pathlib import Path
 
+from trainable.files.paths import escape_controls
+
 INSTALLED_PROGRAM = "tune-study"
 """The command that the installation of the package adds to an environment."""
 PROGRAM = INSTALLED_PROGRAM if Path(sys.argv[0]).name == INSTALLED_PROGRAM else "python -m tune_study"
@@ -30,20 +32,5 @@ def split_words(text: str) -> list[str]:
 
 
 def quote_argument(text: str) -> str:
-    """Quote one word of a command for a shell.
-
-    Control characters, line breaks and bytes that are not UTF-8 would get lost when a command is copied from a
-    terminal, so they become escape sequences in the $'...' quotes of bash and zsh.
-    """
-    if text.isprintable():
-        return shlex.quote(text)
-    # Letter by letter: other printable characters, such as accented ones, stay readable.
-    return "$'" + "".join(_escape_character(character) for character in text) + "'"
-
-
-def _escape_character(character: str) -> str:
-    if character in ("\\", "'"):
-        return f"\\{character}"
-    if character.isprintable():
-        return character
-    return "".join(f"\\x{byte:02x}" for byte in character.encode("utf-8", "surrogateescape"))
+    """Quote one word of a command for a shell. What cannot be printed is shown as backslash escapes."""
+    return escape_controls(shlex.quote(text))

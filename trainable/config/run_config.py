@@ -8,7 +8,6 @@ documents to them. Defaults are the published values (paper scale). For other sc
 import difflib
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
@@ -43,7 +42,6 @@ from trainable.config.setting_types import (
     MAX_LEVELS,
     Outside,
     OutsideKind,
-    flatten_settings,
     format_value,
     parse_alarm_rule,
 )
@@ -642,16 +640,9 @@ def apply_overrides(config: C, overrides: Mapping[str, object]) -> C:
             section_settings = section_settings[section]
         section_settings[name] = value if setting in text_names else _parse_list(value)
     try:
-        changed_config = type(config).model_validate(settings)
+        return type(config).model_validate(settings)
     except ValidationError as error:
         raise ConfigError(format_validation_error(error)) from None
-    for key, value in overrides.items():
-        name = resolve_key(key, type(config))
-        # Pydantic reads 1_000 as 1000, but it may be a typo for 1.000 or for a name.
-        number = flatten_settings(changed_config.model_dump())[name] if re.search(r"\d_\d", str(value)) else ""
-        if any(isinstance(entry, int | float) for entry in (number if isinstance(number, tuple) else (number,))):
-            raise ConfigError(f"{name}={format_value(value)}: type numbers without `_`, like 1000 or 1e-3.")
-    return changed_config
 
 
 def format_validation_error(error: ValidationError) -> str:

@@ -3,9 +3,8 @@
 Orphans are found by a mark in their environment, and terminated by process id.
 """
 
-import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,27 +15,6 @@ MARK_ENV = "TUNE_STUDY_RUN_DIR"
 
 In the process of a run, the mark is the run's folder; in processes that Ray starts, it is from `make_ray_mark`.
 """
-DIGESTS_ENV = "TUNE_STUDY_RUN_DIGESTS"
-"""Environment variable of processes that must not know the run's folder, with the value of `make_digests`."""
-_MAX_DIGESTS, _DIGEST_LENGTH = 24, 16
-
-
-def make_digests(environ: Mapping[str, str]) -> str:
-    """Compute digests of the run's folder in the mark, and of the folders above it. Blank without a single folder.
-
-    The result always has the same length, since it affects the memory of the process.
-    """
-    folder = Path(environ.get(MARK_ENV, ""))
-    folders = (folder, *folder.parents) if folder.is_absolute() else ()
-    digests = " ".join(map(compute_digest, folders[:_MAX_DIGESTS]))
-    return digests.ljust(_MAX_DIGESTS * (_DIGEST_LENGTH + 1))
-
-
-def compute_digest(folder: Path) -> str:
-    """Compute the digest of a folder for `make_digests`."""
-    return hashlib.sha256(str(folder).encode("utf-8", "surrogateescape")).hexdigest()[:_DIGEST_LENGTH]
-
-
 _DRIVER_PREFIX = "driver "
 _TERMINATE_TIMEOUT_S = 5.0
 """Seconds that an orphan has to exit after SIGTERM, and again after SIGKILL."""
@@ -56,10 +34,10 @@ def make_ray_mark(folders: Iterable[Path]) -> str:
 def terminate_orphans(folder: Path) -> list[str]:
     """Terminate the orphans of the runs in `folder`. Return a description of each, "<pid> (<name>)".
 
-    Orphans are this user's processes whose mark names `folder` or a folder below it, or has its digest. Call this only
-    if none of these runs is training. Ray kills the process group of a killed trial, but a child in a separate session
-    (an engine, a server) survives and may occupy a GPU. Processes forked without exec have the environment of their
-    parent's start, so they have no mark and are not found.
+    Orphans are this user's processes whose mark names `folder` or a folder below it. Call this only if none of these
+    runs is training. Ray kills the process group of a killed trial, but a child in a separate session (an engine, a
+    server) survives and may occupy a GPU. Processes forked without exec have the environment of their parent's start,
+    so they have no mark and are not found.
     """
     orphans, descriptions = find_orphans(folder), list[str]()
     for process in orphans:
@@ -87,8 +65,6 @@ def _belongs_to(process: psutil.Process, folder: Path) -> bool:
         environment = process.environ()
     except (psutil.Error, OSError):
         return False  # the process belongs to another user, or has exited
-    if compute_digest(folder) in environment.get(DIGESTS_ENV, "").split():
-        return True
     mark_lines = environment.get(MARK_ENV, "").split("\n")
     drivers = [line.removeprefix(_DRIVER_PREFIX) for line in mark_lines if line.startswith(_DRIVER_PREFIX)]
     folders = [Path(line) for line in mark_lines if line.startswith("/")]

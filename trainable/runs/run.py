@@ -215,12 +215,7 @@ class Run:
 
     def _list_checkpoints(self) -> list[tuple[int, Path]]:
         """List (step, folder) of all checkpoints. At the same step, rolling ones come before saved ones."""
-        return [checkpoint for folder in self.checkpoint_folders for checkpoint in iter_checkpoints(folder)]
-
-    @property
-    def checkpoint_folders(self) -> tuple[Path, Path]:
-        """The folders of the rolling and the saved checkpoints."""
-        return self.run_dir / STATE_FOLDER, self.checkpoint_dir
+        return [*iter_checkpoints(self.run_dir / STATE_FOLDER), *iter_checkpoints(self.checkpoint_dir)]
 
     def load_checkpoint(self, step: int, notify: Callable[[str], None]) -> TrainerState:
         """Load the state after `step` from a complete checkpoint of this run, or raise CheckpointError.

@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from trainable.config.run_config import format_validation_error
 from trainable.config.setting_types import flatten_settings, format_value, require
-from trainable.files.json_values import DamagedFileError, read_json, read_object, write_object
+from trainable.files.json_values import DamagedFileError, read_object, write_object
 from trainable.files.paths import is_printable
 from trainable.runs.records import STATUSES
 
@@ -62,16 +62,6 @@ def is_run_id(text: str) -> bool:
     return is_name and len(text.encode()) <= _MAX_NAME_BYTES
 
 
-def find_schema_problem(folder: object, schema: object) -> str:
-    """Explain why this version cannot read the `folder` of a study with this schema. Empty if it can."""
-    if schema == SCHEMA:
-        return ""
-    return (
-        f"{folder} has files of schema {schema!r}, and this version reads schema {SCHEMA}. Read them with the version "
-        f"that wrote them (`versions` and `git` in study.json), or run the study again with another --output"
-    )
-
-
 def _check_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Return `settings`. Raise ValueError unless each can be a value in a table."""
     for name, value in flatten_settings(settings).items():
@@ -93,6 +83,14 @@ WandbMode = Literal["offline", "online", "off"]
 """offline writes W&B runs to disk, and online sends every row."""
 RunId = Annotated[str, require(is_run_id, "it is no name of a folder")]
 Settings = Annotated[dict[str, Any], AfterValidator(_check_settings)]
+Schema = Annotated[
+    int,
+    require(
+        SCHEMA.__eq__,
+        f"this version reads schema {SCHEMA}: use the version that wrote it (`versions` and `git` in the file), or run "
+        "the study again with another --output",
+    ),
+]
 Time = Annotated[str, require(lambda text: datetime.fromisoformat(text).tzinfo is not None, "it has no time zone")]
 _ALL_STATUSES = (*STATUSES, *OPEN_STATUSES)
 
@@ -361,8 +359,7 @@ class StudyRecord:
     """The settings that all arms share, nested."""
     defaults: Settings = Field(default_factory=dict)
     """The default of each setting."""
-    schema: int = 0
-    """0 if missing, as in files of version 0.1."""
+    schema: Schema = SCHEMA
     question: Text = ""
     run: Text = ""
     family: Text = "ppo"
@@ -438,28 +435,15 @@ def read_record(kind: type[_Record], folder: Path) -> _Record:
         # Validated as JSON, where tuples are lists.
         record: _Record = _ADAPTERS[kind].validate_json(json.dumps(content), strict=True)
     except DamagedFileError as error:
-        problem = _find_schema_problem(path) or f"{error}{_ADVICE if kind is StudyRecord else ''}"
+        raise DamagedFileError(f"{error}{_ADVICE if kind is StudyRecord else ''}") from None
     except ValidationError as error:
         missing = [str(entry["loc"][0]) for entry in error.errors() if entry["type"] == "missing"]
-        problem = _find_schema_problem(path) or (
+        raise DamagedFileError(
             f"{path} is incomplete: it lacks {', '.join(missing)}"
             if len(missing) == error.error_count()
             else f"{path} is damaged, or from another version: {format_validation_error(error).rstrip('.')}"
-        )
-    else:
-        problem = find_schema_problem(folder, record.schema) if isinstance(record, StudyRecord) else ""
-        if not problem:
-            return record
-    raise DamagedFileError(problem)
-
-
-def _find_schema_problem(path: Path) -> str:
-    """Explain whether an unreadable study.json has another schema, since others have other checksums, or none."""
-    try:
-        content = read_json(path) if path.name == STUDY_FILE else None
-    except (OSError, DamagedFileError):
-        return ""
-    return find_schema_problem(path.parent, content.get("schema", 0)) if isinstance(content, dict) else ""
+        ) from None
+    return record
 
 
 def find_record(kind: type[_Record], folder: Path) -> _Record | None:

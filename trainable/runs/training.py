@@ -207,15 +207,9 @@ class TrainingLoop:
         if self.notes or trainer.step_index:
             # A note and not an error: going back only costs time, because a run repeats the same rows.
             self.notes.append(f"training continues after step {trainer.step_index}")
-        # Without notes, all checkpoints were usable. If there are some and the trainer is at step 0, the runs have no
-        # common step, for example because one of them is new.
-        elif not trainer.step_index and any(run.list_checkpoint_steps() for run in runs):
-            self.notes.append(
-                "the runs of the arm are trained together and have no checkpoint at a common step: all start at step 0"
-            )
-        elif any(run.rows for run in runs):
-            folders = " and ".join(str(folder) for folder in runs[0].checkpoint_folders)
-            self.notes.append(f"there is no checkpoint in {folders}: training starts from the beginning")
+        # Such as runs that are trained together, of which one is new.
+        elif any(run.rows or run.list_checkpoint_steps() for run in runs):
+            self.notes.append("no checkpoint is common to all runs: training starts from the beginning")
         for run in runs:
             run.drop_rows_after(trainer.step_index)
         # All runs may be over, if an earlier process died after their final rows but before the driver recorded this.

@@ -10,8 +10,12 @@ from typing import Any
 
 from trainable.files.paths import read_bytes
 from trainable.sources.logs import STEP_KEYS, RunLog, flatten, make_log
-from trainable.sources.tf_records import CHECKSUM_BYTES, HEADER_BYTES, find_records
 
+_LENGTH, _CHECKSUM = struct.Struct("<Q"), struct.Struct("<I")
+HEADER_BYTES = _LENGTH.size + _CHECKSUM.size
+"""Bytes before the data of a record: their length, and the checksum of the length."""
+MAX_CHECKED_BYTES = 2**16
+"""Of longer data, such as images, only the length is checked."""
 _SCALAR_FORMATS = {1: "<f", 2: "<d"}
 """DataType of TensorFlow -> format of a number."""
 
@@ -59,25 +63,33 @@ def read_event_files(files: Sequence[tuple[Path, bytes]]) -> RunLog | None:
 
 def read_event_settings(paths: Sequence[Path]) -> dict[str, Any]:
     """Read the settings that the event files of a run contain."""
-    settings: dict[str, Any] = {}
-    for path in paths:
-        for _, event in _iter_events(read_bytes(path)):
-            for value in event.summary.value:
-                settings |= _read_settings(value)
-    return settings
+    events = (event for path in paths for _, event in _iter_events(read_bytes(path)))
+    settings = (_read_settings(value) for event in events for value in event.summary.value)
+    return {name: value for group in settings for name, value in group.items()}
 
 
 def _iter_events(content: bytes) -> Iterator[tuple[int, Any]]:
     """Yield the position after each event, and the event, up to the first one that is cut or damaged."""
     from google.protobuf.message import DecodeError
     from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import masked_crc32c
 
-    for start, end in find_records(content):
+    def is_intact(start: int, end: int) -> bool:
+        return bool(_CHECKSUM.pack(masked_crc32c(content[start:end])) == content[end : end + _CHECKSUM.size])
+
+    position = 0
+    while position + HEADER_BYTES <= len(content):
+        (length,) = _LENGTH.unpack_from(content, position)
+        start, end = position + HEADER_BYTES, position + HEADER_BYTES + length
+        is_whole = end + _CHECKSUM.size <= len(content) and is_intact(position, position + _LENGTH.size)
+        if not is_whole or (length <= MAX_CHECKED_BYTES and not is_intact(start, end)):
+            return
         try:
             event = Event.FromString(content[start:end])
         except DecodeError:
             return
-        yield end + CHECKSUM_BYTES, event
+        position = end + _CHECKSUM.size
+        yield position, event
 
 
 def _read_scalar(value: Any) -> float | None:
@@ -99,12 +111,9 @@ def _read_settings(value: Any) -> dict[str, Any]:
         from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
         hparams = HParamsPluginData.FromString(value.metadata.plugin_data.content).session_start_info.hparams
-        settings = {name: getattr(setting, setting.WhichOneof("kind")) for name, setting in hparams.items()}
+        pairs = ((name, getattr(setting, setting.WhichOneof("kind"))) for name, setting in hparams.items())
         # All numbers are stored as floats.
-        return {
-            name: int(value) if isinstance(value, float) and value.is_integer() else value
-            for name, value in settings.items()
-        }
+        return {name: int(x) if isinstance(x, float) and x.is_integer() else x for name, x in pairs}
     try:
         return flatten(json.loads(value.tensor.string_val[0]))
     except (IndexError, ValueError, AttributeError):

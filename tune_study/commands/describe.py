@@ -13,8 +13,7 @@ from rich.console import Console
 from search_spaces.catalog import FAMILIES
 from search_spaces.declaration.study import Study
 from trainable.config.command_lines import format_command, quote_argument, split_words
-from trainable.config.constants import SHIPPED_MODELS
-from trainable.config.own_parts import PART_FORM, Choice, parse_part_name
+from trainable.config.own_parts import PART_FORM, Choice
 from trainable.config.run_config import iter_fields
 from trainable.config.setting_types import flatten_settings, format_value, is_common
 from trainable.files.json_values import DamageWarning, parse_finite
@@ -229,24 +228,12 @@ def _describe_game(plan: StudyPlan) -> Iterator[str]:
 
 
 def describe_signal(plan: StudyPlan) -> Iterator[str]:
-    """Describe how much can be learned from the shipped policies of the runs before any training.
-
-    That is how many groups have equal scores, and whether the policy can give a valid answer at all in a plug-in game.
-    """
+    """Describe in how many groups the shipped policies of the runs have equal scores before any training."""
     if not plan.study.family.games:
         return
     from trainable.tiny.group_scores import describe_groups
 
     yield from describe_groups(plan.ppo_configs)
-    games = {
-        (config.env.name, config.model.path, config.model.prompt_style): config
-        for config in plan.ppo_configs
-        if parse_part_name(config.env.name) is not None and config.model.path in SHIPPED_MODELS
-    }
-    if games:
-        from trainable.part_checks import describe_first_replies  # imports torch
-
-        yield from filter(None, map(describe_first_replies, games.values()))
 
 
 def _describe_runs(plan: StudyPlan, resource_plan: ResourcePlan) -> Iterator[str]:

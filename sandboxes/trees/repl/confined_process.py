@@ -362,7 +362,7 @@ def main() -> None:
     """
     library = ctypes.CDLL(sys.argv[1])
     warnings.simplefilter("ignore")
-    os.environ.clear()  # the environment says to which run this process belongs
+    os.environ.clear()
     resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_FILES, _MAX_FILES))
     rank_for_killing(900)  # before the trial, and after the processes that take the memory
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then reaps processes that have ended

@@ -14,8 +14,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trainable.runs.orphans import DIGESTS_ENV, MARK_ENV, make_digests
-
 _SCRIPT = Path(__file__).with_name("confined_process.py")
 _WITHOUT_RANDOM_ADDRESSES = (
     "import ctypes, os, resource, sys; limit = resource.getrlimit(resource.RLIMIT_STACK)[1]; "
@@ -70,11 +68,10 @@ class Launcher:
     """A process that starts confined ones, for all threads of this process.
 
     It ends when its socket is closed, at the latest with this process, even if this process has forks. Everything that
-    it started ends with it. mark: identifies the run to which it belongs.
+    it started ends with it.
     """
 
     def __init__(self, library: str) -> None:
-        self.mark = os.environ.get(MARK_ENV)
         self._control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(START_SECONDS)
         with other_end:
@@ -85,7 +82,7 @@ class Launcher:
                 stdin=other_end.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={"PYTHONHASHSEED": "0", DIGESTS_ENV: make_digests(os.environ)},
+                env={"PYTHONHASHSEED": "0"},
                 cwd="/",
                 start_new_session=True,
             )
@@ -162,17 +159,12 @@ def _close_launchers() -> None:
 
 
 def start_confined(library: str, numbers: Sequence[int]) -> ConfinedChild:
-    """Start a confined process with the launcher of this process.
-
-    A launcher that has ended is replaced. So is a launcher of a run that this process trained earlier: whoever starts
-    that run again would take it for an orphan.
-    """
+    """Start a confined process with the launcher of this process. One that has ended is replaced."""
     key = (os.getpid(), library)
     with _LOCK:
         if launcher := _LAUNCHERS.get(key):
             with suppress(LauncherError):
-                if launcher.mark == os.environ.get(MARK_ENV):
-                    return launcher.start(numbers)
+                return launcher.start(numbers)
             launcher.close()
         _LAUNCHERS[key] = launcher = Launcher(library)
         try:

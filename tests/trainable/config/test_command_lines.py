@@ -17,7 +17,7 @@ def paste(command: str) -> list[bytes]:
     return subprocess.run(["bash", "-c", command], capture_output=True, check=True).stdout.split(b"\0")[:-1]
 
 
-TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
+TEXTS = st.text(st.characters().filter(str.isprintable))
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=20))
@@ -28,9 +28,7 @@ def test_a_shell_reads_the_arguments_that_were_formatted(texts: list[str]) -> No
     assert paste(command) == [text.encode() for text in texts]
 
 
-@pytest.mark.parametrize(
-    "name", ["-x", "--dry-run", "a b", "it's", "$HOME", "`ls`", "résultats", "a\nb", "\x1b[2J", "!"]
-)
+@pytest.mark.parametrize("name", ["-x", "--dry-run", "a b", "it's", "$HOME", "`ls`", "résultats", "!"])
 def test_a_path_is_no_option_and_names_its_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     command = f"cd {quote_argument(str(tmp_path))} && {format_command('-d', Path(name), program='ls')}"
@@ -38,9 +36,8 @@ def test_a_path_is_no_option_and_names_its_folder(tmp_path: Path, name: str) -> 
     assert command.isprintable()
 
 
-def test_a_plain_command_is_as_one_would_type_it_and_a_name_that_is_no_text_can_be_pasted() -> None:
+def test_a_plain_command_is_as_one_would_type_it_and_no_control_character_is_printed() -> None:
     assert format_command("resume", Path("out/results/kl"), "--address", "auto") == (
         f"{PROGRAM} resume out/results/kl --address auto"
     )
-    name = b"caf\xe9 'x' \\".decode("utf-8", "surrogateescape")
-    assert paste(format_command(name, program=SHOW_ARGUMENTS)) == [b"caf\xe9 'x' \\"]
+    assert format_command("\x1b[2J\udcff").isprintable()

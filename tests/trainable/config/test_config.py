@@ -142,6 +142,10 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"group_size": "many"}, "group_size=many: must be a valid integer"),
     ({"rollout_filter_value": 1.5}, r"filter\.rollout_filter_value=1\.5: must be in \(0, 1\] for top_p \(try --set"),
     ({"rollout_filter_strategy": "best"}, "=best: must be 'top_p', 'top_k'"),
+    ({"rollout_filter_strategy": "top_k_abs", "rollout_filter_value": 0.5}, "a whole number of groups"),
+    ({"rollout_filter_strategy": "min_p", "rollout_filter_value": 1.5}, r"in \(0, 1\] for min_p"),
+    ({"bi_level_gae": True, "adv_estimator": "grpo"}, "needs adv_estimator=gae, not grpo"),
+    ({"use_kl_in_reward": True, "kl_penalty": "full"}, "needs whole distributions; in the reward use kl"),
     ({"rollout_filter_include_zero": "perhaps"}, "=perhaps: must be True or False"),
     ({"actor.ppo_micro_batch_size_per_gpu": 5}, r"actor\.ppo_micro_batch_size_per_gpu=5: does not divide"),
     ({"trainer.offload_parameters": True}, r"trainer\.offload_parameters=True: needs zero_stage=3"),
@@ -226,6 +230,7 @@ HASHED: list[tuple[dict[str, object], dict[str, object], bool]] = [
         for change in (
             {"seed": 7},
             {"trainer.save_freq": 50},
+            {"trainer.log_val_generations": 4},
             {"trainer.resume_every": 1},
             {"trainer.resume_seconds": 2.5},
             {"trainer.ray_num_cpus": 2},

@@ -210,16 +210,7 @@ def test_a_setting_is_read_if_one_of_the_values_makes_it_so() -> None:
                 {"actor.entropy_coeff": f"target_entropy({numbers})"},
                 r"must be target_entropy\(TARGET, DELTA, MIN, MAX\)",
             )
-            for numbers in (
-                "",
-                "0",
-                "0.2, 0",
-                "0.2, -1",
-                "0.2, 0.1, 0.5, 0.4",
-                "0.2, 0.1, -1",
-                "0.2, 0.1, 0, 1, 2",
-                "nan",
-            )
+            for numbers in ("", "0.2, 0", "0.2, 0.1, 0.5, 0.4", "0.2, 0.1, -1", "0.2, 0.1, 0, 1, 2")
         ),
         *(
             ({"actor.kl_loss_coef": f"target_kl({numbers})"}, r"must be target_kl\(TARGET, START, HORIZON\)")

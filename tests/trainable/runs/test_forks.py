@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from analysis.data.episodes import read_episodes
-from tests.fakes.trials import IDENTITY, drop_times, make_trial_config, read_run_files
+from tests.fakes.trials import drop_times, make_trial_config, read_run_files
 from trainable.language_model import TRAINER
 from trainable.runs.failures import CheckpointError
 from trainable.runs.run import Run
@@ -69,20 +69,12 @@ def fork(parent: Path, tmp_path: Path) -> Callable[..., TrainingLoop]:
     return lambda step, parent=parent, **settings: make_fork_loop(tmp_path, parent, step, **settings)
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("step", [1, 3])
 def test_as_before_repeats_the_rows_of_the_run_to_the_last_bit(
     step: int, parent: Path, fork: Callable[..., TrainingLoop], tmp_path: Path
 ) -> None:
     train(fork(step))
     check_equal(tmp_path, parent)
-
-
-def test_as_before_repeats_the_rows_in_torch_too_after_an_interruption(tmp_path: Path) -> None:
-    parent, folder = train_parent(tmp_path / "parent", **IN_TORCH), tmp_path / "fork"
-    with closing(make_fork_loop(folder, parent, 2, **IN_TORCH)) as loop:
-        loop.step()
-    train(make_fork_loop(folder, parent, 2, **IN_TORCH))
-    check_equal(folder, parent)
 
 
 def test_a_remedy_changes_only_later_rows(parent: Path, fork: Callable[..., TrainingLoop], tmp_path: Path) -> None:
@@ -175,9 +167,3 @@ def test_a_controller_of_a_remedy_begins_with_its_own_coefficient(
     train(fork(2, **ADAPTIVE, algorithm__kl_ctrl__kl_coef=0.3))
     coefficients = [row.get("kl_in_reward_coef") for row in read_run_files(tmp_path)[0]]
     assert coefficients[:3] == [None, None, 0.3]
-
-
-def test_the_run_is_named_as_its_own(fork: Callable[..., TrainingLoop], tmp_path: Path) -> None:
-    with closing(fork(2)):
-        rows, _ = read_run_files(tmp_path)
-    assert [(row["run_id"], row["arm"], row["study"]) for row in rows] == [("fork-s0", "fork", IDENTITY["study"])] * 2

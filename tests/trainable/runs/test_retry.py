@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fakes.lines import append_record
 from trainable.runs import failures
 from trainable.runs.checkpoint import iter_checkpoints, read_checkpoint, write_rolling_checkpoint
 from trainable.runs.failures import call_with_retry
-from trainable.runs.run_files import read_rows
 
 
 @pytest.fixture(autouse=True)
@@ -82,17 +80,3 @@ def test_a_checkpoint_that_does_not_fit_keeps_the_previous_one_and_leaves_no_par
     assert read_checkpoint(tmp_path / "step_1")[1] == {"step": 1}
     write_rolling_checkpoint(tmp_path, 2, tensors, {"step": 2}, max_to_keep=2)
     assert [step for step, _ in iter_checkpoints(tmp_path)] == [2, 1]
-
-
-def test_a_row_that_was_cut_by_a_full_disk_is_written_again(
-    tmp_path: Path, limit_file_size: Callable[[int], None]
-) -> None:
-    path = tmp_path / "metrics.jsonl"
-    append_record(path, {"step": 1, "text": "x" * 100})
-    limit_file_size(path.stat().st_size + 20)
-    with pytest.raises(OSError, match="File too large"):
-        append_record(path, {"step": 2, "text": "y" * 100})
-    limit_file_size(resource.RLIM_INFINITY)
-    assert [row["step"] for row in read_rows(path)] == [1]
-    append_record(path, {"step": 2, "text": "y" * 100})
-    assert [row["text"][0] for row in read_rows(path)] == ["x", "y"]

@@ -73,7 +73,6 @@ WRONG: list[tuple[str, str]] = [
     ("run zz", "There is no study `zz`. The studies are kl, entropy, top-p,"),
     ("run kl -o a --output b", "--output is typed 2 times: type it once."),
     ("run kl --kl-values 0, 0.1, 1", "The values of a list have commas between them and no spaces, like --kl-values"),
-    ("run kl --kl-values 0,0_1", "--kl-values 0_1: actor.kl_loss_coef=0_1: type numbers without `_`"),
     ("run kl --set 'algorithm.adv_estimator=gae, grpo'", "--vary algorithm.adv_estimator=gae,grpo"),
     ("run kl --set actor.learning_rate=1e-4", "no setting `actor.learning_rate`. Nearest: actor.lr. The section has"),
     ("run kl --set beta=0.1", "There is no setting `beta`. Nearest: actor.kl_loss_coef."),

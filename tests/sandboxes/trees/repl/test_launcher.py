@@ -17,7 +17,7 @@ import pytest
 from sandboxes.trees.repl import launcher, process
 from sandboxes.trees.repl.process import ConfinementError, Execution, ReplProcess, find_obstacle
 from tests.sandboxes.trees.repl.test_escapes import WALK, get_process, has_ended, wait_until
-from trainable.runs.orphans import MARK_ENV, find_orphans, terminate_orphans
+from trainable.runs.orphans import MARK_ENV
 
 pytestmark = pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())
 
@@ -147,37 +147,6 @@ def test_the_launcher_ends_with_its_trial_while_a_fork_of_it_lives() -> None:
         wait_until(lambda: all(map(has_ended, processes)))
         assert fork.is_running()
         fork.kill()
-
-
-def test_a_launcher_that_outlives_its_trial_is_an_orphan_and_does_not_know_the_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("trainable.runs.orphans._TERMINATE_TIMEOUT_S", 0.05)
-    trial, (fork, repl, starter) = start_trial(FORK)
-    with trial:
-        fork.kill()
-        assert "/some/study" not in str(starter.environ()) + str(starter.cmdline())
-        starter.suspend()  # such a process does not see that the trial has ended
-        trial.kill()
-        trial.wait()
-        assert find_orphans(Path("/some/study/runs/b")) == find_orphans(Path("/some/stud")) == []
-        assert starter in find_orphans(Path("/some/study"))
-        assert f"{starter.pid} ({starter.name()})" in terminate_orphans(Path("/some/study/runs/a"))
-        wait_until(lambda: has_ended(repl) and has_ended(starter))
-
-
-def test_a_process_that_trains_another_run_starts_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "_LAUNCHERS", {})
-    starters = []
-    for folder in ("/some/study/runs/a", "/some/study/runs/a", "/some/study/runs/b"):
-        monkeypatch.setenv(MARK_ENV, folder)
-        with ReplProcess({}) as repl:
-            starters.append(psutil.Process(get_process(repl).ppid()))
-    assert starters[0] == starters[1] != starters[2]
-    assert not starters[0].is_running()
-    assert starters[2] in find_orphans(Path("/some/study/runs/b"))
-    assert find_orphans(Path("/some/study/runs/a")) == []
-    launcher._close_launchers()
 
 
 SNIPPETS = (

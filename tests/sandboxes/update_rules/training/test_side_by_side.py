@@ -152,7 +152,7 @@ def test_runs_that_start_again_because_one_joins_them_say_so(tmp_path: Path, sta
     start_trial(tmp_path, num_reports=2)
     second_trial = start_trial(tmp_path, seeds=(0, 1, 2))
     assert second_trial.training.trainer.step_index == 0
-    assert "have no checkpoint at a common step: all start at step 0" in second_trial.step()["note"]
+    assert "no checkpoint is common to all runs" in second_trial.step()["note"]
     steps = {run: [row["step"] for row in rows] for run, rows in read_written_rows(tmp_path).items()}
     assert steps == {"s0": [0], "s1": [0], "s2": [0]}
     assert start_trial(tmp_path / "new").training.notes == []
