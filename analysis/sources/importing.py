@@ -58,11 +58,11 @@ class RunNames(NamedTuple):
     notes: list[str]
 
 
-def read_runs_file(path: Path, roles: Roles) -> tuple[list[RunLog], RunNames]:
+def read_runs_file(path: Path, charts: Sequence[RunLog], roles: Roles) -> tuple[list[RunLog], RunNames]:
     """Read a CSV file with the columns log, arm and seed, and the logs in it. Return these, and the names of the runs.
 
-    Logs are paths relative to the folder of the file. Raises LogError if a cell is missing, a seed is no whole number,
-    or a run or a log occurs twice.
+    Logs are paths relative to the folder of the file, or the names of runs in `charts`, if there are some. Raises
+    LogError if a cell is missing, a seed is no whole number, or a run or a log occurs twice.
     """
     try:
         text = io.StringIO(read_bytes(path).decode("utf-8-sig"), newline="")
@@ -84,7 +84,15 @@ def read_runs_file(path: Path, roles: Roles) -> tuple[list[RunLog], RunNames]:
         if not (row["log"] and row["arm"] and re.fullmatch(r"\d{1,9}", row["seed"])):
             raise LogError(f"{path}, line {line}: log, arm, and a seed that is a whole number from 0 are needed.")
         place = f"{path}, line {line}: {row['log']}"
-        row_logs = read_runs([path.parent / row["log"]], roles)
+        if charts:
+            row_logs = [chart for chart in charts if chart.run == row["log"]]
+        else:
+            row_logs = read_runs([path.parent / row["log"]], roles)
+        names = ", ".join(chart.run for chart in charts or row_logs)
+        if not row_logs:
+            raise LogError(f"{place} is no run of the charts: their runs are {names}.")
+        if len(row_logs) > 1 and row_logs[0].run:
+            raise LogError(f"{place} is a chart of {names}: type it beside --runs, and give a row to each of these.")
         if len(row_logs) > 1:
             raise LogError(
                 f"{place} has {len(row_logs)} runs. Give a row to each; a table that names seeds needs no --runs."
@@ -92,7 +100,7 @@ def read_runs_file(path: Path, roles: Roles) -> tuple[list[RunLog], RunNames]:
         pair = (row["arm"], int(row["seed"]))
         if pair in pairs:
             raise LogError(f"{path}, line {line}: arm {pair[0]} with seed {pair[1]} occurs twice.")
-        if any(log.path == row_logs[0].path for log in logs):
+        if any((log.path, log.run) == (row_logs[0].path, row_logs[0].run) for log in logs):
             raise LogError(f"{place} occurs twice, and each run has one row.")
         logs += row_logs
         pairs.append(pair)
@@ -117,9 +125,11 @@ def name_runs(logs: Sequence[RunLog], arm_keys: Sequence[str] = (), seed_key: st
             )
     silent_logs = [log for log in logs if not log.settings]
     if silent_logs and len(logs) > 1:
+        charted_runs = [log.run for log in silent_logs if log.run]
+        place = f", beside the charts, with a row per run: {_list_keys(charted_runs)}" if charted_runs else ""
         raise LogError(
             f"Arms and seeds are read from the settings that a log prints, and {silent_logs[0].path} prints none: type "
-            f"--runs FILE, a CSV file with the columns log, arm and seed."
+            f"--runs FILE, a CSV file with the columns log, arm and seed{place}."
         )
     seed_keys = [seed_key] if seed_key else [key for key in differing if SEED_KEY.search(key)]
     if len(_group_by_partition(logs, seed_keys)) > 1:

@@ -66,6 +66,8 @@ class RunLog:
     """Flat settings by dotted name, as far as the log contains them."""
     notes: list[str] = field(default_factory=list)
     """What a reader must know, in sentences: lost steps, repeated steps, rounded numbers."""
+    run: str = ""
+    """The name of the run in a chart of several, which has no other mark of it."""
     completions: Mapping[int, Path] = field(default_factory=dict)
     """The files of TRL with the completions of a step, by step."""
 

@@ -21,8 +21,16 @@ MAX_LOG_BYTES = 2**30
 
 
 def read_runs(paths: Sequence[Path], roles: Roles) -> list[RunLog]:
-    """Read the logs of all runs in `paths`. Raises LogError if a file is no log of an RL run."""
-    return [log for files in list_runs(paths) for log in read_logs(files, roles)]
+    """Read the logs of all runs in `paths`. What several charts of W&B show of a run is one log.
+
+    Raises LogError if a file is no log of an RL run.
+    """
+    logs = [log for files in list_runs(paths) for log in read_logs(files, roles)]
+    charts: dict[str, list[RunLog]] = {}
+    for log in logs:
+        if log.run:
+            charts.setdefault(log.run, []).append(log)
+    return [log for log in logs if not log.run] + list(map(merge_logs, charts.values()))
 
 
 def read_logs(paths: Sequence[Path], roles: Roles = ROLES_BY_NAME) -> list[RunLog]:
@@ -54,7 +62,7 @@ def merge_logs(logs: Sequence[RunLog]) -> RunLog:
     settings = {key: value for log in logs for key, value in log.settings.items()}
     # The gaps of a log may be filled by another one.
     file_notes = [note for log in logs for note in log.notes if note not in merge_rows(log.rows)[1]]
-    return RunLog(logs[0].path, logs[0].format, rows, settings, [*file_notes, *notes])
+    return RunLog(logs[0].path, logs[0].format, rows, settings, [*file_notes, *notes], logs[0].run)
 
 
 def _read_file(path: Path, content: bytes, roles: Roles) -> list[RunLog]:

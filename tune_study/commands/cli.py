@@ -383,7 +383,8 @@ def import_runs(
     column: opt.LogColumns = None,
     columns: Annotated[list[Path] | None, option("FILE", "A file with a line OURS=THEIRS per measurement.")] = None,
     runs: Annotated[
-        Path | None, option("FILE", "A CSV file with the columns log, arm and seed, in place of LOGS.")
+        Path | None,
+        option("FILE", "A CSV file with the columns log, arm and seed, in place of LOGS or of runs in W&B's charts."),
     ] = None,
     as_json: opt.Json = False,
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from analysis.sources.importing import read_runs_file
-from tests.trainable.sources.logs import read_log, write_json_lines
+from tests.trainable.sources.logs import read_log, write_chart, write_json_lines
 from trainable.sources.log_files import list_runs
 from trainable.sources.logs import ROLES_BY_NAME, LogError
 
@@ -82,7 +82,7 @@ def test_a_table_names_arm_and_seed_of_each_log(tmp_path: Path) -> None:
     first, second = write_json_lines(tmp_path / "a.log", ROWS), write_folder(tmp_path / "b", ROWS)
     table = tmp_path / "runs.csv"
     table.write_text("\ufefflog, arm, seed, remark\na.log, grpo, 1, \nb, ppo, 1, late\n")
-    logs, names = read_runs_file(table, ROLES_BY_NAME)
+    logs, names = read_runs_file(table, (), ROLES_BY_NAME)
     assert [log.path for log in logs] == [first, second]
     assert names.pairs == [("grpo", 1), ("ppo", 1)]
 
@@ -99,19 +99,24 @@ def test_a_table_names_arm_and_seed_of_each_log(tmp_path: Path) -> None:
         ("log,arm,seed\na.csv,x,1\n./a.csv,x,2\n", "line 3: ./a.csv occurs twice, and each run has one row"),
         ("log,arm,seed\na.csv,x,1\nb.csv,x,1\n", "line 3: arm x with seed 1 occurs twice"),
         ("log,arm,seed\nc,x,1\n", "line 2: c has 2 runs. Give a row to each"),
+        (
+            "log,arm,seed\nchart.csv,x,1\n",
+            "chart.csv is a chart of a, b: type it beside --runs, and give a row to each",
+        ),
     ],
 )
 def test_a_table_that_contradicts_itself_is_refused(tmp_path: Path, text: str, message: str) -> None:
     for name in ("a.csv", "b.csv", "c/1/metrics.jsonl", "c/2/metrics.jsonl"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         write_json_lines(tmp_path / name, ROWS)
+    write_chart(tmp_path / "chart.csv", {"a": [0.5], "b": [0.5]}, "eval/reward")
     table = tmp_path / "runs.csv"
     table.write_text(text)
     with pytest.raises(LogError, match=message) as refusal:
-        read_runs_file(table, ROLES_BY_NAME)
+        read_runs_file(table, (), ROLES_BY_NAME)
     assert "\n" not in str(refusal.value)
 
 
 def test_a_table_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LogError, match=r"none\.csv cannot be read"):
-        read_runs_file(tmp_path / "none.csv", ROLES_BY_NAME)
+        read_runs_file(tmp_path / "none.csv", (), ROLES_BY_NAME)

@@ -1,5 +1,6 @@
 """Logs as other trainers write them, written by hand after the formats of their sources."""
 
+import csv
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,6 +55,23 @@ def write_verl_run(path: Path, successes: Sequence[float], seed: int = 1, **chan
 def write_json_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     """Write one JSON object per line."""
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def write_chart(
+    path: Path, runs: Mapping[str, Sequence[float | None]], metric: str, axis: str = "Step", spread: float = 0
+) -> Path:
+    """Write what the page of W&B exports of a chart: a row per step, and three columns per run.
+
+    The format is that of exports which people have published: all cells are quoted, and missing ones are empty.
+    """
+    header = [axis, *(f"{run} - {metric}{bound}" for run in runs for bound in ("", "__MIN", "__MAX"))]
+    rows = [
+        [step, *(value if value is None else value + change for value in row for change in (0, -spread, spread))]
+        for step, row in enumerate(zip(*runs.values(), strict=True), 1)
+    ]
+    with path.open("w", newline="") as file:
+        csv.writer(file, quoting=csv.QUOTE_ALL).writerows([header, *rows])
     return path
 
 

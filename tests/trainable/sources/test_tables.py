@@ -9,12 +9,12 @@ import pandas as pd
 import pytest
 
 from analysis.sources.importing import name_runs
-from tests.trainable.sources.logs import read_log, write_json_lines
+from tests.trainable.sources.logs import read_log, write_chart, write_json_lines
 from tests.trainable.sources.trackers import write_wandb
 from trainable.runs.history import describe_end
-from trainable.sources.logs import LogError, Roles, RunLog
+from trainable.sources.logs import ROLES_BY_NAME, LogError, Roles, RunLog
 from trainable.sources.names import find_trainer, parse_name, translate_rows
-from trainable.sources.reading import read_logs
+from trainable.sources.reading import read_logs, read_runs
 
 HISTORY: list[dict[str, Any]] = [
     {"step": 1, "reward": 0.25, "entropy": 1.5, "loss": float("nan")},
@@ -84,6 +84,48 @@ def test_a_table_without_a_step_is_told_what_to_do(tmp_path: Path) -> None:
         read_log(path)
     (log,) = read_logs([path], Roles(step="epoch"))
     assert list_rows(log) == [(1, {"reward": 0.5})]
+
+
+def test_a_chart_of_wandb_has_a_run_per_group_of_columns(tmp_path: Path) -> None:
+    chart = write_chart(tmp_path / "chart.csv", {"a": [0.5, 0.25, None], "lr - b": [None, 1.0, 0.0]}, "train/reward")
+    logs = read_runs([chart], ROLES_BY_NAME)
+    assert [(log.run, list_rows(log)) for log in logs] == [
+        ("a", [(1, {"train/reward": 0.5}), (2, {"train/reward": 0.25})]),
+        ("lr - b", [(2, {"train/reward": 1.0}), (3, {"train/reward": 0.0})]),
+    ]
+    assert all(not log.settings and not log.notes for log in logs)
+
+
+def test_charts_of_the_same_run_are_one_log(tmp_path: Path) -> None:
+    rewards = write_chart(tmp_path / "1.csv", {"a": [0.5] * 6, "b": [0.25] * 6}, "train/reward")
+    validated: dict[str, list[float | None]] = {"b": [None, 0.75, None, 1, None, 0.5], "a": [None, 0, None, 1, None, 1]}
+    first, second = read_runs([rewards, write_chart(tmp_path / "2.csv", validated, "eval/reward")], ROLES_BY_NAME)
+    for log, name, reward in ((first, "a", 0.5), (second, "b", 0.25)):
+        rows = translate_rows(log)
+        assert log.run == name
+        assert [row.get("val_success") for row in rows] == validated[name]
+        assert [row["train_reward"] for row in rows] == [reward] * 6
+        assert not log.notes, "the gaps of a chart are filled by the other one"
+
+
+def test_means_in_a_chart_are_named(tmp_path: Path) -> None:
+    chart = write_chart(tmp_path / "chart.csv", {"a": [0.5, None, 0.75]}, "train/reward", spread=0.1)
+    assert read_log(chart).notes[-1].startswith("2 numbers of a are means of W&B, over steps, or over runs")
+
+
+def test_the_axis_of_a_chart_is_a_step_or_has_one_beside_it(tmp_path: Path) -> None:
+    over_steps = write_chart(tmp_path / "1.csv", {"a": [0.5, 1.0]}, "train/reward", axis="train/global_step")
+    assert list_rows(read_log(over_steps)) == [(1, {"train/reward": 0.5}), (2, {"train/reward": 1.0})]
+    over_time = write_chart(tmp_path / "2.csv", {"a": [0.5, 1.0]}, "train/reward", axis="Relative Time (Process)")
+    with pytest.raises(LogError, match=r"over Relative Time \(Process\), which has no training step of the run a"):
+        read_log(over_time)
+    frame = pd.read_csv(over_time)
+    frame[["a - _step", "a - _step__MIN", "a - _step__MAX"]] = [[10] * 3, [20] * 3]
+    frame.loc[2] = {"Relative Time (Process)": 3.0}  # the time of another run
+    frame.to_csv(over_time, index=False)
+    assert list_rows(read_log(over_time)) == [
+        (10 * time, {"train/reward": time / 2, "Relative Time (Process)": time}) for time in (1, 2)
+    ]
 
 
 @pytest.mark.parametrize(

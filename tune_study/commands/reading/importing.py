@@ -48,23 +48,26 @@ def import_study(
 ) -> list[str]:
     """Write the logs as a study to `folder`, and return what a reader must know about them, in sentences.
 
-    columns, step: see `parse_columns`. runs_file: a table of logs, arms and seeds, in place of `paths`. Raises
-    PlanError, before anything is written, if the folder exists, or if the logs cannot be read or told apart.
+    columns, step: see `parse_columns`. runs_file: a table of logs, arms and seeds, in place of `paths`, or of the runs
+    in them if they are charts of W&B. Raises PlanError, before anything is written, if the folder exists, or if the
+    logs cannot be read or told apart.
     """
     if folder.exists():
         raise PlanError(f"{format_value(str(folder), 1000)} exists: type another --study or --output.")
-    if runs_file and (paths or arms or seed):
-        raise PlanError("--runs names logs, arms and seeds: type neither LOGS nor --arm nor --seed with it.")
+    if runs_file and (arms or seed):
+        raise PlanError("--runs names arms and seeds: type neither --arm nor --seed with it.")
     if not (runs_file or paths):
         raise PlanError("There is nothing to import: type the logs, or --runs FILE with their names.")
     typed = (*paths, *(("--runs", runs_file) if runs_file else ()))
     command = format_command("import", *typed, "--output", folder.parent.parent, "--study", folder.name)
     roles = Roles((*arms, *([seed] if seed else [])), step)
     with as_plan_error(LogError):
+        logs = read_runs(paths, roles)
         if runs_file:
-            logs, names = read_runs_file(runs_file, roles)
+            if not all(log.run for log in logs):
+                raise PlanError("--runs names the logs: type no LOGS with it, except charts of W&B.")
+            logs, names = read_runs_file(runs_file, logs, roles)
         else:
-            logs = read_runs(paths, roles)
             names = name_runs(logs, arms, seed)
         import_logs(logs, names, folder, columns, command)
     # The runs of a table share its path.

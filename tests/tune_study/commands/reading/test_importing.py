@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from tests.fakes.command_line import get_output, type_in
-from tests.trainable.sources.logs import write_completions, write_verl_run
+from tests.trainable.sources.logs import write_chart, write_completions, write_verl_run
 
 SUCCESSES = {("0.0", 1): 0.50, ("0.0", 2): 0.55, ("0.0", 3): 0.60, ("0.1", 1): 0.75, ("0.1", 2): 0.90, ("0.1", 3): 0.84}
 
@@ -116,8 +116,8 @@ def test_a_table_names_the_runs_of_logs_that_print_no_settings(tmp_path: Path, w
     record = (work_dir / "theirs" / "results" / "imported" / "study.json").read_text()
     assert f"import --runs {tmp_path / 'runs.csv'} --output theirs" in record
     for arguments, text in (
-        (f"--runs {tmp_path / 'runs.csv'} --arm lr", "type neither LOGS nor --arm nor --seed with it"),
-        (f"--runs {tmp_path / 'runs.csv'} {tmp_path / '0.0-1.csv'}", "type neither LOGS nor --arm"),
+        (f"--runs {tmp_path / 'runs.csv'} --arm lr", "type neither --arm nor --seed with it"),
+        (f"--runs {tmp_path / 'runs.csv'} {tmp_path / '0.0-1.csv'}", "type no LOGS with it, except charts of W&B"),
         ("", "There is nothing to import: type the logs, or --runs FILE"),
         (
             f"{tmp_path / '0.0-1.csv'} {tmp_path / '0.1-1.csv'}",
