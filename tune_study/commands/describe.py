@@ -229,15 +229,9 @@ def _describe_game(plan: StudyPlan) -> Iterator[str]:
 
 
 def describe_signal(plan: StudyPlan) -> Iterator[str]:
-    """Describe how much can be learned from the shipped policies of the runs before any training.
-
-    That is how many groups have equal scores, and whether the policy can give a valid answer at all in a plug-in game.
-    """
+    """Describe whether a shipped policy can give a valid answer at all in a plug-in game, before any training."""
     if not plan.study.family.games:
         return
-    from trainable.tiny.group_scores import describe_groups
-
-    yield from describe_groups(plan.ppo_configs)
     games = {
         (config.env.name, config.model.path, config.model.prompt_style): config
         for config in plan.ppo_configs

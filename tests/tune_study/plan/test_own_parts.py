@@ -121,7 +121,6 @@ def test_a_game_brings_its_settings_and_typed_ones_take_precedence(tmp_path: Pat
     words = ("run", "kl", "--preset", "laptop", "--output", str(tmp_path / "out"), "--dry-run", "--env")
     output = get_output(type_words(*words, "bandit.py:Bandit"))
     assert len(re.findall(r"Own game: \d+ of 64 first replies of sokoban-tiny have a valid", output)) == 1
-    assert "Groups before training" not in output
     assert_refused(type_words(*words, "bandit.py"), "or a game of yours as FILE.py:NAME")
     Path("bandit.py").write_text("class Bandit:\n    settings = [1]\n")
     assert_refused(
