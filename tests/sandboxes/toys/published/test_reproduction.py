@@ -14,9 +14,8 @@ from scipy import stats
 from analysis.data.frames import to_records
 from analysis.data.load import load
 from analysis.stats.estimates import SampleStats, welch_t_test
-from sandboxes.toys.published.cells import MEAN_ALONE, POOLED
+from sandboxes.toys.published.cells import CELLS, MEAN_ALONE, POOLED, list_conditions
 from sandboxes.toys.published.reproduction import compare_to_published, describe_sources, summarize_verdicts
-from sandboxes.toys.published.update_rule_sandbox import CELLS, make_conditions
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
 
 DG = (0.33, 0.34, 0.335, 0.331, 0.339)
@@ -25,7 +24,7 @@ DISTANT = (0.50, 0.51, 0.505, 0.503, 0.507)
 
 def make_study(name: str) -> FakeStudy:
     """Make a study with the published settings. The names of its arms imply the settings of the arms."""
-    settings = dict(make_conditions(name, "DG"))
+    settings = dict(list_conditions(name, "DG"))
     steps, freq = (int(str(settings.pop(f"trainer.{key}"))) for key in ("total_training_steps", "test_freq"))
     return FakeStudy(name, total_steps=steps, test_freq=freq, settings=settings)
 

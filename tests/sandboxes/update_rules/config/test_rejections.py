@@ -46,7 +46,6 @@ NUMBER_CASES: list[Case] = [
     *make_cases(("PMDMean",), {"eta": 0}, "set eta=1"),
     *make_cases(TARGET, {"tpo_eta": 0}, "set tpo_eta=1"),
     ({"delay": 1000}, "set num_steps above 1000"),
-    ({"batch_size": 2_000_000}, "a tensor of this run would have 1568000000 entries"),
     *make_cases(CLIPPED, {"clip_low": 1.0}, "set clip_low=0.2"),
 ]
 SHAPE_CASES: list[Case] = [
