@@ -83,7 +83,6 @@ UPDATE_RULES = make_toy_family(
     description=Description(
         label="update-rule sandbox",
         outcome="test error at the end",
-        number="test error",
         panels={
             "test_error": "test error (fraction)",
             "entropy": "entropy (nats)",
@@ -91,7 +90,6 @@ UPDATE_RULES = make_toy_family(
             "chain_reward": "chain reward (reward)",
             "replay_age": "age of the batch (updates)",
         },
-        run_columns={"final_test_error": "test error", "final_entropy": "entropy"},
     ),
     part_checks={"method": "sandboxes.update_rules.training.make:check_update_rule"},
     remarks="sandboxes.update_rules.family:REMARKS",

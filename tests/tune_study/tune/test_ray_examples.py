@@ -143,22 +143,3 @@ def test_a_killed_experiment_continues_to_the_same_rows(examples: dict[str, Any]
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert len(drop_times(rows[0])) > 40
     assert [drop_times(row) for row in rows] == [drop_times(row) for row in expected_rows]
-
-
-@pytest.mark.slow
-def test_the_study_of_populations_reads_every_member_and_continues(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "population_study.py"), str(tmp_path), "--seeds", "2"]
-    command += ["--steps", "5", "--levels", "8"]
-    outputs = []
-    for _ in range(2):  # the second time, nothing is trained
-        process = subprocess.run(command, capture_output=True, text=True)
-        assert process.returncode == 0, process.stderr[-2000:]
-        lines = process.stdout.splitlines()
-        outputs.append([line for line in lines if line.startswith(("seed ", "best ", "population minus"))])
-    assert outputs[0] == outputs[1]
-    assert [line.split(":")[0] for line in outputs[0]] == [
-        *(f"seed {seed} {name}" for seed in (0, 1) for name in ("constant", "population")),
-        "best constant arm",
-        "population minus best constant member of its seed",
-        "population minus best constant arm",
-    ]

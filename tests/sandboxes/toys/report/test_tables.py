@@ -115,11 +115,7 @@ def test_a_band_is_the_standard_error_of_the_mean_in_which_a_stopped_run_keeps_i
     assert table["runs"].to_list() == [2] * 16
 
 
-def test_statuses_are_counted_by_arm_and_panels_are_those_of_what_was_measured(tmp_path: Path) -> None:
-    runs = [FakeRun("DG"), FakeRun("DG", 1, status="failed", steps=40), FakeRun("TPO", steps=None, status="")]
-    rows = {row["arm"]: row for row in tables.count_statuses(write_and_load(tmp_path, runs))}
-    assert (rows["DG"]["completed"], rows["DG"]["failed"], rows["DG"]["steps"]) == (1, 1, "40, 300")
-    assert (rows["TPO"]["never_ran"], rows["TPO"]["steps"]) == (1, "0")
+def test_panels_are_those_of_what_was_measured(tmp_path: Path) -> None:
     rows = {"replay_age": 4.0, "entropy": None}
-    frames = write_and_load(tmp_path / "panels", [FakeRun("DG", steps=40, rows=rows)], FakeStudy(total_steps=40))
+    frames = write_and_load(tmp_path, [FakeRun("DG", steps=40, rows=rows)], FakeStudy(total_steps=40))
     assert list(tables.select_panels(frames)) == ["test_error", "replay_age"]
