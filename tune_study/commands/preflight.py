@@ -248,11 +248,9 @@ def _preview(launch: Launch) -> dict[str, Any]:
                 raise
             notes.append(str(error))
     study = _estimate_requirements(launch, dry_run=True)
-    games = resources.load_game_requirements(plan) if is_local else []
     shortages = [
         memory_plan.format_misfit(study.memory, plan.study) if study.memory and not study.memory.fits else "",
         disk.explain_shortage([study.disk_budget]) if plan.storage is None else "",
-        *(game.explain_shortage(plan) for game in games),
     ]
     notes += describe_teachers(plan.model_paths, os.environ, is_local)
     return {
@@ -323,9 +321,6 @@ def _check_machine(launch: Launch) -> PreparedStudy:
     plan, study = launch.plan, _estimate_requirements(launch)
     if obstacle := explain_long_path(find_ray_folder(os.environ)):
         raise PlanError(f"Ray cannot start here: {obstacle}", "type `export RAY_TMPDIR=/tmp`, or another short path")
-    for game in resources.load_game_requirements(plan):
-        if shortage := game.explain_shortage(plan):
-            raise MisfitError(shortage)
     # Seeds share their files: one configuration per arm is enough.
     family = plan.study.family
     for arm_config in {spec.arm: spec.config for spec in plan.runs}.values():
