@@ -85,7 +85,6 @@ DISTILLATION = make_toy_family(
         outcome="test error at the end",
         panels={"test_error": "test error (fraction)", "reverse_kl": "KL(student || teacher) (nats)"},
     ),
-    remarks="sandboxes.distillation.settings:REMARKS",
     estimate_bytes=lambda config, n_parameters: estimate_toy_bytes(count_transformer_parameters(config)),
     estimate_step_seconds=lambda config: 22e-3 * config.batch_size / 64,
     progress_columns={"test_error": "test error", "entropy": "entropy", "reverse_kl": "reverse KL"},

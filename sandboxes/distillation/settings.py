@@ -17,7 +17,6 @@ from sandboxes.toys.settings import (
 from trainable.config.base_config import ReadCondition
 from trainable.config.conditions import derive_conditions
 from trainable.config.setting_types import Common, NonNegative, Positive
-from trainable.families import Remark
 
 Support = Literal["student", "teacher", "intersection"]
 TOP_K = "OPDTopKReverseKL"
@@ -112,15 +111,3 @@ class DistillationConfig(ToyRunConfig):
             f"sequence_mean=true is about the sum of method={SEQUENCE_PG}, and method={self.method} is a mean already: "
             "set sequence_mean=false": self.sequence_mean and self.method != SEQUENCE_PG,
         }
-
-
-REMARKS: tuple[Remark, ...] = (
-    Remark(
-        lambda c: c.normalize_top_k and min(c.top_k, c.num_actions) == 1,
-        "normalize_top_k=true with top_k=1 makes both policies 1 on the only token: nothing is learned",
-    ),
-    Remark(
-        lambda c: c.method == TOP_K and c.top_k >= c.num_actions,
-        "top_k={c.top_k} counts all {c.num_actions} tokens: this is the exact reverse KL",
-    ),
-)

@@ -61,16 +61,14 @@ def read_passages(path: Path) -> list[str]:
     """Read the non-blank lines of a text; for a .jsonl file, the string that each line encodes."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"text_file={path} cannot be read: {error}. Use UTF-8, with one passage per line.") from None
-    if path.suffix != ".jsonl":
-        return lines
-    try:
-        texts = [json.loads(line) for line in lines]
-    except json.JSONDecodeError as error:
-        raise ValueError(f"text_file={path} is not JSON Lines: {error}. Each line must be a JSON string.") from None
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"text_file={path} has lines that are not strings. Each line must be a JSON string.")
+        texts = [json.loads(line) for line in lines] if path.suffix == ".jsonl" else lines
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("a line is not a string")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"text_file={path} cannot be read: {error}. Use UTF-8, with one passage per line, or a JSON string per line "
+            "(.jsonl)."
+        ) from None
     return texts
 
 

@@ -98,8 +98,6 @@ def test_rows_keep_their_order_and_a_map_of_a_parquet_file_is_a_context(tmp_path
         ({**ROW, "evidence": []}, "field `reward_spec`: `evidence` with at least one selection"),
         ({**ROW, "evidence": make_evidence("")}, "field `evidence[0].selections[0].text`: string should"),
         ({**ROW, "reward_spec": "{"}, "field `reward_spec`: input should be a valid dictionary"),
-        ({**ROW, "question": "cut \ud83d"}, "field `question`: value error, has half of a character"),
-        ({**without("papers"), "context": {"\ud83d": "One two."}}, "field `context."),
         ({**ROW, "evidence": make_evidence("nowhere")}, "field `reward_spec`: no passage of the evidence"),
         ([1], "field `the row`: input should be a valid dictionary"),
     ],
