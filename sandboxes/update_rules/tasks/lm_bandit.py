@@ -66,8 +66,8 @@ def read_passages(path: Path) -> list[str]:
             raise ValueError("a line is not a string")
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"text_file={path} cannot be read: {error}. Use UTF-8, with one passage per line, or a JSON string per line "
-            "(.jsonl)."
+            f"text_file={path} cannot be read: {error}. Use UTF-8, with one passage per line, or a JSON string per "
+            "line (.jsonl)."
         ) from None
     return texts
 

@@ -342,28 +342,6 @@ def test_a_bucket_has_a_fold_for_each_of_its_groups_up_to_eight(trainer: PPOTrai
 
 
 @pytest.mark.long
-def test_shares_of_the_expected_step_sum_to_one_where_it_has_signal(probed: tuple[PreparedBatch, ProbeResult]) -> None:
-    rows = index_rows(probed[1])
-    for bucket in dict.fromkeys(name for name, _ in rows):
-        shares = [rows[bucket, name]["signal_share"] for name in ("task", "entropy", "kl")]
-        assert np.isnan(shares).all() or sum(shares) == pytest.approx(1)
-        assert np.isnan(shares).all() or rows[bucket, "total"]["signal"] > 0
-        assert np.isnan(shares).all() == (rows[bucket, "total"]["signal_share"] is None)
-    kl_row = rows["all", "kl"]
-    assert rows["all", "total"]["signal"] > 0
-    assert kl_row["signal_share_low"] < kl_row["signal_share"] < kl_row["signal_share_high"]
-
-
-@pytest.mark.long
-def test_a_component_that_is_off_has_no_row() -> None:
-    trainer = make_trained_trainer(actor__use_kl_loss=False, actor__entropy_coeff=0.0)
-    _, findings = probe(trainer, buckets=1)
-    assert {row["component"] for row in findings.rows} == {"task", "total"}
-    row = index_rows(findings)["all", "task"]
-    assert (row["cosine_kl"], row["cosine_entropy"], row["cosine_task"]) == (None, None, pytest.approx(1))
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     "settings", [{"actor__policy_loss": "gspo"}, {"actor__policy_loss": "cppo"}, {"actor__stapo_tau_p": 0.5}], ids=str
 )

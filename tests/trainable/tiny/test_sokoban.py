@@ -168,12 +168,6 @@ def test_unfinished_replies_are_malformed_and_careless_ones_depart_from_a_right_
         assert share == pytest.approx(probability * 15 / 16, abs=tolerance)
 
 
-def test_the_reward_shown_is_that_of_the_turn_before() -> None:
-    (segment,) = [s for s in make_segments(LEVELS[0], Habits()) if "Reward:" in s.text]
-    assert "Reward:\n-0.2\nTurn 2:\n" in segment.text
-    assert "8 actions left" in segment.text
-
-
 def test_levels_are_shown_in_all_eight_views_and_equal_streams_give_equal_dialogues() -> None:
     def make_shown_dialogues(seed: int) -> list[list[Segment]]:
         rng, luck_rng = np.random.default_rng(seed), np.random.default_rng(0)

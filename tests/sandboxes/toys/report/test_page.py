@@ -164,11 +164,6 @@ def test_the_figure_shows_the_numbers_of_the_tables(folder: Path) -> None:
     assert STOPPED_COLOR not in HUES
 
 
-def test_more_arms_than_hues_still_have_colors(tmp_path: Path) -> None:
-    runs = [FakeRun(f"rule {n}", steps=None, status="") for n in range(31)]
-    assert len(set(ToyResults(load(write_sandbox(tmp_path, runs, SMALL))).colors.values())) == 31
-
-
 @pytest.mark.long
 def test_pooled_cells_are_listed_apart(tmp_path: Path) -> None:
     fake_study = FakeStudy("replay", settings={"task": "token_reversal", "batch_size": 96, "delay": 4})
