@@ -41,16 +41,6 @@ def test_answers(text: str, actions: tuple[str, ...], invalid: bool) -> None:
     assert read(make_answer(text), max_actions=2) == ParsedReply("why", actions, invalid)
 
 
-def test_the_first_match_counts() -> None:
-    reply = "a</think><answer>Up</answer>b</think><answer>Left</answer>"
-    assert read(reply, 2) == ParsedReply("a", (UP,), False)
-    # A closing tag that no answer follows belongs to the thought, whose tags are then taken out.
-    reply = "a</think> so <answer>Up</answer></think><answer>Left</answer>"
-    assert read(reply, 2) == ParsedReply("a so Up", (LEFT,), False)
-    # Space may stand between thought and answer, and both may have lines.
-    assert read("a\nb</think> \n\t<answer>Up\n||\nLeft</answer> and more", 2) == ParsedReply("a\nb", (UP, LEFT), False)
-
-
 def parse_literally(text: str, limit: int) -> tuple[list[str], bool]:
     """Parse by the published rules, character by character: action names, and whether the penalty is due."""
     open_answer, close_answer, close_thought = "<answer>", "</answer>", "</think>"

@@ -38,14 +38,6 @@ def made_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str
     return folder, lines
 
 
-def test_the_shape_is_small_and_fits_its_tokenizer() -> None:
-    shape = SOKOBAN_TINY.make_shape()
-    assert shape.head_dim == 32
-    assert shape.vocab_size == SOKOBAN_TINY.build_tokenizer().get_vocab_size()
-    assert SOKOBAN_TINY.build_tokenizer().id_to_token(shape.eos_token_id) == "<|im_end|>"
-    assert sum(weight.numel() for weight in make_initial_model(SOKOBAN_TINY.make_shape(), 0).parameters()) < 150_000
-
-
 def test_the_width_changes_the_size_and_nothing_else() -> None:
     sizes = []
     for width in (32, 64, 128):
@@ -152,18 +144,6 @@ def test_a_shipped_policy_knows_more_than_it_shows(name: str) -> None:
 
 
 # ---------------------------------------------------------------------------- the command
-
-
-@pytest.mark.long
-def test_a_policy_is_evaluated(
-    random_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small = {"env.val_env_groups": 4, "env.test_env_groups": 3, "rollout.response_length": 4}
-    monkeypatch.setattr(command, "LAPTOP_OVERRIDES", {**command.LAPTOP_OVERRIDES, **small})
-    command.evaluate(str(random_folder), SOKOBAN_TINY)
-    validation, test = capsys.readouterr().out.splitlines()
-    assert validation.startswith(f"{random_folder.name}: 4 validation levels, sampled 0.000, greedy 0.000, invalid")
-    assert test == "3 test levels, sampled 0.000, greedy 0.000"
 
 
 def test_the_command_does_not_write_into_a_folder_that_holds_something(

@@ -1,7 +1,5 @@
 """Tests of the REPL in a confined process: its language, its tools, its limits, and that every code is answered."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 
 from sandboxes.trees.repl import process
@@ -127,22 +125,6 @@ def test_queries_share_the_seconds_of_their_execution() -> None:
             outcome = repl.answer(["1"])
         assert "TimeoutError" in outcome.stderr
         assert rounds < 500
-
-
-@pytest.mark.long
-def test_a_limit_does_not_depend_on_the_load() -> None:
-    """Sixteen at once share the cores, and each gets the CPU time that it has alone."""
-    code, limits = "n = 0\nfor i in range(1_500_000):\n    n += i\nn", ReplLimits(seconds=1)
-
-    def count() -> Execution | Query:
-        with ReplProcess({}, limits=limits) as repl:
-            return repl.execute(code)
-
-    alone = count()
-    assert alone == Execution(f"{sum(range(1_500_000))}\n", "", None)
-    with ThreadPoolExecutor(16) as pool:
-        outcomes = list(pool.map(lambda _: count(), range(16)))
-    assert outcomes == [alone] * 16
 
 
 @pytest.mark.long
