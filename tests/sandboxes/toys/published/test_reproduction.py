@@ -14,8 +14,9 @@ from scipy import stats
 from analysis.data.frames import to_records
 from analysis.data.load import load
 from analysis.stats.estimates import SampleStats, welch_t_test
-from sandboxes.toys.published.cells import CELLS, MEAN_ALONE, list_conditions
+from sandboxes.toys.published.cells import CELLS, MEAN_ALONE
 from sandboxes.toys.published.reproduction import compare_to_published, describe_sources, summarize_verdicts
+from search_spaces.catalog import STUDIES
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
 
 DG = (0.33, 0.34, 0.335, 0.331, 0.339)
@@ -24,7 +25,7 @@ DISTANT = (0.50, 0.51, 0.505, 0.503, 0.507)
 
 def make_study(name: str) -> FakeStudy:
     """Make a study with the published settings. The names of its arms imply the settings of the arms."""
-    settings = dict(list_conditions(name, "DG"))
+    settings = dict(STUDIES[name].fixed_settings)
     steps, freq = (int(str(settings.pop(f"trainer.{key}"))) for key in ("total_training_steps", "test_freq"))
     return FakeStudy(name, total_steps=steps, test_freq=freq, settings=settings)
 
