@@ -99,7 +99,7 @@ def list_conditions(study: str, arm: str) -> Mapping[str, object]:
     """List the settings that a run of an arm reads, by dotted name: our arms are declared with the published ones."""
     declared = STUDIES[study]
     settings = {**declared.fixed_settings, **declared.axis.named_settings[arm]}
-    config = apply_overrides(declared.family.config_class(), settings)
+    config = apply_overrides(declared.family.config_class.model_validate({}), settings)
     ignored = {*config.find_unread_settings(), *MEASUREMENTS}
     return {name: value for name, value in flatten_settings(config.dump_for_hash()).items() if name not in ignored}
 

@@ -185,9 +185,10 @@ def test_the_index_has_every_study_with_its_verdicts_and_how_many_published_numb
     links = [link for link in parse_page(text).links if not link.startswith("#")]
     assert links == [f"results/sandbox_{name}/report.html" for name in ("influence", "some-study")]
     assert "Study influence · update-rule sandbox · 9 runs: 9 completed" in words
-    grpo = r"GRPO worse 0\.5100 \+0\.1800 \[\+0\.1.*\] < 0\.001 3 over 3 seeds"
+    grpo = r"GRPO worse 0\.5100 \+0\.1800 \[\+0\.1.*\] < 0\.001 3 3 completed over 3 seeds"
     assert re.search(rf"DG baseline 0\.3300 – .*{grpo}", words)
-    assert re.search(r"TPO equal within 0\.05, p 0\.\d+ 0\.3333 \+0\.0033 \[−0\.0.*\] 0\.\d+ 3 over 3 seeds", words)
+    tpo = r"TPO equal within 0\.05, p 0\.\d+ 0\.3333 \+0\.0033 \[−0\.0.*\] 0\.\d+ 3 3 completed over 3 seeds"
+    assert re.search(tpo, words)
     assert "Of 3 published numbers, 3 can be tested: 1 equal, 1 differs, 1 open." in words
 
 
