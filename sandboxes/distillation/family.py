@@ -83,11 +83,8 @@ DISTILLATION = make_toy_family(
     description=Description(
         label="on-policy distillation",
         outcome="test error at the end",
-        number="test error",
         panels={"test_error": "test error (fraction)", "reverse_kl": "KL(student || teacher) (nats)"},
-        run_columns={"final_test_error": "test error", "final_entropy": "entropy", "last_reverse_kl": "reverse KL"},
     ),
-    remarks="sandboxes.distillation.settings:REMARKS",
     estimate_bytes=lambda config, n_parameters: estimate_toy_bytes(count_transformer_parameters(config)),
     estimate_step_seconds=lambda config: 22e-3 * config.batch_size / 64,
     progress_columns={"test_error": "test error", "entropy": "entropy", "reverse_kl": "reverse KL"},
@@ -106,9 +103,7 @@ GRADIENT_VARIANCE = replace(
     description=Description(
         label="on-policy distillation",
         outcome="the logarithm of the gradient's variance",
-        number="log10 of the variance",
         panels={"gradient_projection": "projection of the gradient", "gradient_norm": "gradient norm"},
-        run_columns={"log10_gradient_variance": "log10 of the variance", "mean_gradient_norm": "mean gradient norm"},
     ),
     progress_columns=(
         DisplayColumn("gradient_norm", "gradient norm", ".3g"),

@@ -8,18 +8,15 @@ from pydantic import Field
 
 from sandboxes.toys.settings import (
     CLIP_CONDITION,
-    EVAL_PROMPTS,
     PUBLISHED_NAMES,
     ShortRunnerConfig,
+    Size,
     ToyRunConfig,
-    count_transformer_entries,
     reject_heads,
-    reject_large_tensors,
 )
 from trainable.config.base_config import ReadCondition
 from trainable.config.conditions import derive_conditions
 from trainable.config.setting_types import Common, NonNegative, Positive
-from trainable.families import Remark
 
 Support = Literal["student", "teacher", "intersection"]
 TOP_K = "OPDTopKReverseKL"
@@ -55,22 +52,22 @@ class DistillationConfig(ToyRunConfig):
         description="the loss: exact reverse KL, its sum over a top-k support, or a policy gradient of sampled tokens, "
         "per token or with the return of the rest of the sequence",
     )
-    batch_size: Common[int] = Field(64, ge=1, description="sampled sequences per step")
+    batch_size: Common[Size] = Field(64, description="sampled sequences per step")
     lr: Common[Positive] = Field(1e-3, description="learning rate of Adam")
-    vocab_size: Common[int] = Field(2, ge=1, description="number of content tokens, without the separator")
-    seq_len: Common[int] = Field(10, ge=1, description="tokens to produce")
+    vocab_size: Common[Size] = Field(2, description="number of content tokens, without the separator")
+    seq_len: Common[Size] = Field(10, description="tokens to produce")
     max_seq_len: int = Field(0, ge=0, description="longest seq_len that the model has positions for; 0: seq_len")
-    d_model: int = Field(64, ge=1, description="width of the transformer")
-    nhead: int = Field(2, ge=1, description="attention heads")
-    num_layers: int = Field(2, ge=1, le=1_000, description="transformer blocks")
+    d_model: Size = Field(64, description="width of the transformer")
+    nhead: Size = Field(2, description="attention heads")
+    num_layers: Size = Field(2, description="transformer blocks")
     teacher_epsilon: float = Field(
         1e-3, gt=0, lt=1, description="reversal, format_answer: the teacher's probability of wrong tokens"
     )
     teacher_temperature: Common[Positive] = Field(1.0, description="soft_reversal: breadth of the teacher")
     special_token_weight: Common[Positive] = Field(0.02, description="soft_reversal: weight of the separator")
     clip_epsilon: NonNegative = Field(0.2, lt=1, description="OPDPG: clip range of the ratio, which is 1 on policy")
-    overlap_k: int = Field(2, ge=1, description="k of the column overlap_at_k")
-    top_k: Common[int] = Field(2, ge=1, description="OPDTopKReverseKL: tokens of the support")
+    overlap_k: Size = Field(2, description="k of the column overlap_at_k")
+    top_k: Common[Size] = Field(2, description="OPDTopKReverseKL: tokens of the support")
     top_k_support: Common[Support] = Field("student", description="OPDTopKReverseKL: whose most likely tokens count")
     normalize_top_k: Common[bool] = Field(
         False, description="OPDTopKReverseKL: normalize both policies over the support"
@@ -92,11 +89,6 @@ class DistillationConfig(ToyRunConfig):
 
     def list_rejections(self) -> dict[str, bool]:
         """See `SettingsSection`."""
-        entries = max(
-            count_transformer_entries(self),
-            max(self.batch_size, EVAL_PROMPTS) * self.seq_len * self.num_actions,
-            self.num_actions**2,
-        )
         return {
             **reject_heads(self),
             "task=format_answer adds the first two tokens of the prompt: set seq_len=2 or more": (
@@ -118,19 +110,4 @@ class DistillationConfig(ToyRunConfig):
             "two losses: set warmup_steps=0": self.measures_variance and self.warmup_steps > 0,
             f"sequence_mean=true is about the sum of method={SEQUENCE_PG}, and method={self.method} is a mean already: "
             "set sequence_mean=false": self.sequence_mean and self.method != SEQUENCE_PG,
-            **reject_large_tensors(
-                self, entries, *("batch_size", "seq_len", "max_seq_len", "vocab_size", "d_model", "num_layers")
-            ),
         }
-
-
-REMARKS: tuple[Remark, ...] = (
-    Remark(
-        lambda c: c.normalize_top_k and min(c.top_k, c.num_actions) == 1,
-        "normalize_top_k=true with top_k=1 makes both policies 1 on the only token: nothing is learned",
-    ),
-    Remark(
-        lambda c: c.method == TOP_K and c.top_k >= c.num_actions,
-        "top_k={c.top_k} counts all {c.num_actions} tokens: this is the exact reverse KL",
-    ),
-)

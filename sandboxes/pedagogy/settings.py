@@ -6,12 +6,10 @@ from pydantic import Field
 
 from sandboxes.toys.settings import (
     CLIP_CONDITION,
-    EVAL_PROMPTS,
     RunnerConfig,
+    Size,
     ToyRunConfig,
-    count_transformer_entries,
     reject_heads,
-    reject_large_tensors,
     reject_partial_groups,
 )
 from trainable.config.base_config import ReadCondition
@@ -46,11 +44,11 @@ class PedagogyConfig(ToyRunConfig):
         description="a teacher rewarded for what its student can learn, a teacher with an additive penalty of the "
         "student's surprise, or a student that learns alone",
     )
-    content_vocab_size: Common[int] = Field(5, ge=1, description="number of content tokens, without two separators")
-    completion_len: Common[int] = Field(3, ge=1, description="tokens to produce; only the last answer_len are graded")
-    answer_len: Common[int] = Field(1, ge=1, description="tokens of the answer, all of which must be correct")
-    batch_size: Common[int] = Field(96, ge=2, description="completions per update")
-    group_size: Common[int] = Field(8, ge=2, description="completions per prompt where groups are compared")
+    content_vocab_size: Common[Size] = Field(5, description="number of content tokens, without two separators")
+    completion_len: Common[Size] = Field(3, description="tokens to produce; only the last answer_len are graded")
+    answer_len: Common[Size] = Field(1, description="tokens of the answer, all of which must be correct")
+    batch_size: Common[int] = Field(96, ge=2, le=10_000, description="completions per update")
+    group_size: Common[int] = Field(8, ge=2, le=10_000, description="completions per prompt where groups are compared")
     teacher_lr: Common[Positive] = Field(1e-3, description="learning rate of the teacher")
     student_lr: Common[Positive] = Field(1e-3, description="learning rate of the student")
     teacher_steps: int = Field(1, ge=0, le=1_000, description="updates of the teacher per iteration")
@@ -64,9 +62,9 @@ class PedagogyConfig(ToyRunConfig):
     gate_kappa: Positive = Field(4.0, description="PedagogicalRL: steepness of the gate of the student's imitation")
     gate_gamma: Finite = Field(-2.5, description="PedagogicalRL: log-probability at which the gate is half open")
     clip_epsilon: NonNegative = Field(0.2, lt=1, description="clip range of the ratios, which are 1 here")
-    d_model: int = Field(64, ge=1, description="width of the transformers")
-    nhead: int = Field(2, ge=1, description="attention heads")
-    num_layers: int = Field(2, ge=1, le=1_000, description="transformer blocks")
+    d_model: Size = Field(64, description="width of the transformers")
+    nhead: Size = Field(2, description="attention heads")
+    num_layers: Size = Field(2, description="transformer blocks")
     trainer: PedagogyRunnerConfig = PedagogyRunnerConfig()
 
     @property
@@ -81,9 +79,6 @@ class PedagogyConfig(ToyRunConfig):
 
     def list_rejections(self) -> dict[str, bool]:
         """See `SettingsSection`."""
-        entries = max(
-            count_transformer_entries(self), max(self.batch_size, EVAL_PROMPTS) * self.completion_len * self.num_actions
-        )
         return {
             **reject_heads(self),
             **reject_partial_groups(self),
@@ -91,8 +86,5 @@ class PedagogyConfig(ToyRunConfig):
             f"{self.answer_len}, or more": self.answer_len > self.completion_len,
             f"teacher_steps=0 leaves the teacher of method={self.method} untrained: set teacher_steps=1, or more": (
                 self.teacher_steps == 0 and self.method != STUDENT_ONLY
-            ),
-            **reject_large_tensors(
-                self, entries, *("batch_size", "completion_len", "content_vocab_size", "d_model", "num_layers")
             ),
         }

@@ -61,13 +61,7 @@ PEDAGOGY = make_toy_family(
     description=Description(
         label="pedagogical reinforcement learning",
         outcome="test error of the student at the end",
-        number="test error",
         panels={"test_error": "test error (fraction)", "teacher_test_error": "test error of the teacher (fraction)"},
-        run_columns={
-            "late_test_error": "test error",
-            "late_teacher_test_error": "of the teacher",
-            "final_entropy": "entropy",
-        },
     ),
     is_higher_better=False,
     get_environment=lambda settings: f"{settings.get('task', '')}-{settings.get('answer_len', '')}",

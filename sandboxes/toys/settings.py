@@ -16,9 +16,8 @@ PUBLISHED_NAMES: Mapping[str, str] = MappingProxyType(
 """Maps the setting names in the sources' documents to the names that all studies use."""
 EVAL_PROMPTS = 1000
 """Prompts per evaluation: with an error of 0.5 per answer, its standard error is 0.016."""
-MAX_TENSOR_ENTRIES = 2**30
-"""4 GiB in float32, for each of several tensors of each seed. Larger sizes are typos: the operating system would kill
-the process, after which the run would be restarted."""
+Size = Annotated[int, Field(ge=1, le=10_000)]
+"""A number of prompts, tokens, layers or channels. Larger ones are typos."""
 CLIP_CONDITION = ReadCondition(
     "clip_epsilon",
     lambda c: c.clip_epsilon < SMALLEST_CLIP,
@@ -78,22 +77,3 @@ def reject_partial_groups(config: Any) -> dict[str, bool]:
         f"batch_size={config.batch_size} is not a multiple of group_size={config.group_size}: set batch_size="
         f"{fitting_size}": config.batch_size % config.group_size != 0
     }
-
-
-def reject_large_tensors(config: Any, entries: int, *settings: str) -> dict[str, bool]:
-    """Check the largest tensor's size; maps the reason to True if too large. settings: which ones to lower."""
-    sizes = " ".join(f"{name}={getattr(config, name)}" for name in settings)
-    return {
-        f"a tensor of this run would have {entries} entries, and the maximum is {MAX_TENSOR_ENTRIES}: set smaller "
-        f"sizes ({sizes})": entries > MAX_TENSOR_ENTRIES
-    }
-
-
-def count_transformer_entries(config: Any) -> int:
-    """Count the entries of the largest tensor of a transformer that reads a batch: weights or activations."""
-    return max(
-        4 * config.batch_size * config.max_positions * config.d_model,
-        config.batch_size * config.max_positions**2 * config.nhead,
-        4 * config.num_layers * config.d_model**2,
-        (config.num_actions + config.max_positions) * config.d_model,
-    )

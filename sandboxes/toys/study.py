@@ -158,9 +158,5 @@ class Description:
     """Name of the sandbox, above the title."""
     outcome: str
     """The primary outcome, in words."""
-    number: str
-    """Its short name, in the index of a suite."""
     panels: Mapping[str, str]
     """Step columns whose learning curves a study shows if it measures them, each with the label of its axis."""
-    run_columns: Mapping[str, str]
-    """Trial columns in the table of all runs, each with its heading."""

@@ -27,8 +27,6 @@ FILES_PER_PROCESS = 4
 SPARE_FILES = 256
 """Open files reserved for everything else."""
 MAX_OPEN_FILES = 65_536
-CHARS_PER_TOKEN = 16
-"""Characters per token of the context; a longer question to a child is refused without encoding it."""
 
 
 class TreeTexts(NamedTuple):
@@ -216,11 +214,9 @@ class _TreeLoop:
             papers = {"context": context} if isinstance(context, str) else context
             stream = rollout.stream.spawn(1)[0]
             children.append(Rollout(prompt, rollout.papers if papers is None else papers, turn, stream))
-        problem = f"a question and its reply may have at most {self.settings.context_length} tokens"
-        num_chars = max(len(child.prompt) + sum(map(len, child.papers)) for child in children)
-        if num_chars > CHARS_PER_TOKEN * self.settings.context_length:
-            return problem
-        return children if self.start(children) else problem
+        if self.start(children):
+            return children
+        return f"a question and its reply may have at most {self.settings.context_length} tokens"
 
     def _continue(self, rollouts: Sequence[Rollout], rows: Sequence[int]) -> tuple[list[int], list[list[int]]]:
         """Append the observations of the rows that continue; return these rows, and their new tokens."""

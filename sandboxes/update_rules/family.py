@@ -13,7 +13,7 @@ from sandboxes.toys.study import (
 )
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.records import STEP_COLUMNS, TRIAL_COLUMNS
-from trainable.families import OutcomeColumn, Remark, Settings
+from trainable.families import OutcomeColumn, Settings
 
 GROUP_SETTINGS: Settings = MappingProxyType({"group_size": 8, "inner_epochs": 4})
 """The condition that the documents call grouped: 12 prompts with 8 rollouts, four optimizer steps per batch."""
@@ -52,13 +52,6 @@ def estimate_step_seconds(config: UpdateRuleConfig) -> float | None:
     return (13e-3 + 17e-3 * config.inner_epochs) * config.batch_size / 96
 
 
-REMARKS = (
-    Remark(
-        lambda c: c.lr >= 1, "lr={c.lr:g} changes each weight by about as much in the first step: it is overwritten"
-    ),
-)
-
-
 UPDATE_RULES = make_toy_family(
     name="update_rules",
     trainable="sandboxes.update_rules.trial:UpdateRules",
@@ -83,7 +76,6 @@ UPDATE_RULES = make_toy_family(
     description=Description(
         label="update-rule sandbox",
         outcome="test error at the end",
-        number="test error",
         panels={
             "test_error": "test error (fraction)",
             "entropy": "entropy (nats)",
@@ -91,10 +83,8 @@ UPDATE_RULES = make_toy_family(
             "chain_reward": "chain reward (reward)",
             "replay_age": "age of the batch (updates)",
         },
-        run_columns={"final_test_error": "test error", "final_entropy": "entropy"},
     ),
     part_checks={"method": "sandboxes.update_rules.training.make:check_update_rule"},
-    remarks="sandboxes.update_rules.family:REMARKS",
     get_model_path=lambda config: config.model_name if config.task == "lm_bandit" else None,
     estimate_bytes=estimate_bytes,
     estimate_step_seconds=estimate_step_seconds,

@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from sandboxes.toys.settings import ShortRunnerConfig, ToyRunConfig, reject_large_tensors, reject_partial_groups
+from sandboxes.toys.settings import ShortRunnerConfig, Size, ToyRunConfig, reject_partial_groups
 from trainable.config.base_config import ReadCondition
 from trainable.config.conditions import SMALLEST_CLIP, derive_conditions
 from trainable.config.setting_types import Common, NonNegative, Positive
@@ -12,8 +12,6 @@ from trainable.config.setting_types import Common, NonNegative, Positive
 SCALAR = "ScalarGRPO"
 SIMPLEX_POINTS = 2048
 """Number of weights over which a mean over the simplex is computed."""
-_MAX_ACTIONS = 64
-"""Upper bound on the number of actions of every front."""
 
 
 class VectorRewardConfig(ToyRunConfig):
@@ -37,28 +35,21 @@ class VectorRewardConfig(ToyRunConfig):
         "VPOGRPO",
         description="score of a set: its only candidate, its best one, or the mean of the best over random weights",
     )
-    batch_size: Common[int] = Field(128, ge=2, description="sets per step")
-    group_size: Common[int] = Field(8, ge=2, description="sets per prompt")
+    batch_size: Common[int] = Field(128, ge=2, le=10_000, description="sets per step")
+    group_size: Common[int] = Field(8, ge=2, le=10_000, description="sets per prompt")
     inner_epochs: Common[int] = Field(4, ge=1, le=1_000, description="optimizer steps per batch")
     lr: Common[Positive] = Field(3e-3, description="learning rate of Adam")
     clip_epsilon: Common[NonNegative] = Field(0.2, lt=1, description="clip range of the ratios")
-    num_prompts: int = Field(8, ge=1, description="different prompts; each has its own order of actions")
-    num_candidates: Common[int] = Field(3, ge=1, description="candidates of a set; ScalarGRPO has one")
-    num_weight_samples: Common[int] = Field(16, ge=1, description="VPOGRPO: random weights per group of sets")
-    hidden: int = Field(32, ge=1, description="width of the policy")
-    eval_sets: int = Field(12, ge=1, description="sets per prompt in an evaluation")
-    eval_candidates: int = Field(3, ge=1, description="candidates of a set in the score over all weights")
+    num_prompts: Size = Field(8, description="different prompts; each has its own order of actions")
+    num_candidates: Common[Size] = Field(3, description="candidates of a set; ScalarGRPO has one")
+    num_weight_samples: Common[Size] = Field(16, description="VPOGRPO: random weights per group of sets")
+    hidden: Size = Field(32, description="width of the policy")
+    eval_sets: Size = Field(12, description="sets per prompt in an evaluation")
+    eval_candidates: Size = Field(3, description="candidates of a set in the score over all weights")
     trainer: ShortRunnerConfig = ShortRunnerConfig()
 
     def list_rejections(self) -> dict[str, bool]:
         """See `SettingsSection`."""
-        entries = max(
-            self.batch_size * self.num_candidates * self.num_weight_samples,
-            self.num_prompts * self.eval_sets * self.num_candidates,
-            # Probabilities of the actions in each slot, for every weight of the simplex, in float64.
-            2 * self.num_prompts * SIMPLEX_POINTS * self.eval_candidates * _MAX_ACTIONS,
-            self.hidden * max(self.hidden, self.num_prompts, self.num_candidates),
-        )
         return {
             f"method={SCALAR} scores single candidates: set num_candidates=1": (
                 self.method == SCALAR and self.num_candidates != 1
@@ -67,9 +58,4 @@ class VectorRewardConfig(ToyRunConfig):
                 self.method != SCALAR and self.num_candidates == 1
             ),
             **reject_partial_groups(self),
-            **reject_large_tensors(
-                self,
-                entries,
-                *("batch_size", "num_candidates", "num_weight_samples", "num_prompts", "eval_candidates", "hidden"),
-            ),
         }

@@ -69,9 +69,7 @@ VECTOR_REWARDS = make_toy_family(
     description=Description(
         label="vector rewards",
         outcome="the score of a set over all weights",
-        number="simplex score",
         panels={"simplex_score": "score over all weights (reward)", "best_at_9": "best of 9 (reward)"},
-        run_columns={"late_simplex_score": "simplex score", "late_best_at_9": "best@9", "final_entropy": "entropy"},
     ),
     is_higher_better=True,
     estimate_bytes=estimate_bytes,

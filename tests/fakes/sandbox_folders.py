@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 
 from analysis.data.summaries import LATE_EVALUATIONS
-from sandboxes.toys.published.update_rule_sandbox import ARM_SETTINGS
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.records import STEP_COLUMNS
+from sandboxes.update_rules.studies.published import EVIDENCE
 from tests.fakes.run_folders import make_status_json, make_stop_columns
 from trainable.files.json_lines import write_lines
 from trainable.files.json_values import write_object
 from trainable.runs.study_record import SCHEMA
 
+ARM_SETTINGS = {arm: settings for study in EVIDENCE for arm, settings in study.axis.named_settings.items()}
 UNIFORM_STOP = ("uniform_groups", 10.0, 10.0)
 
 

@@ -73,18 +73,6 @@ def oracle_act(game, action):
     return next_game, reward
 
 
-def oracle_shortest_length(cells, limit):
-    """Return the fewest actions that solve the board, by breadth-first search, or None if more than `limit`."""
-    frontier = {parse_board(cells)}
-    visited = set(frontier)
-    for length in range(limit + 1):
-        if any(game.boxes == game.targets for game in frontier):
-            return length
-        frontier = {oracle_act(game, action)[0] for game in frontier for action in MOVES} - visited
-        visited |= frontier
-    return None
-
-
 def solve(cells, max_actions=None):
     """Return a shortest solution, the first in the order up, down, left, right; None if there is none of that length.
 

@@ -17,10 +17,8 @@ from trainable.models.interface import PassSettings
 from trainable.models.load import find_model, load_policy
 from trainable.models.teachers import find_teacher_folder, is_made
 from trainable.ppo.trainer import PPOTrainer
-from trainable.rollout.episode import reshape_by_group
 from trainable.rollout.sampler import SamplingParams
-from trainable.tiny.group_scores import GroupScores, count_sets, list_group_settings, write_group_scores
-from trainable.tiny.policies import POLICIES, TURN_POLICIES
+from trainable.tiny.policies import POLICIES
 from trainable.tiny.recipe import PolicyRecipe, make_model
 
 # The settings of the laptop preset that matter for an evaluation. The preset is in `search_spaces`, which this package
@@ -68,17 +66,9 @@ def main() -> None:
         action="store_true",
         help="compile the code of the tiny policies and exit; studies do this themselves",
     )
-    parser.add_argument(
-        "--record-groups",
-        action="store_true",
-        help="record how often the rollouts of the shipped policies of games of turns have equal scores, and exit",
-    )
     arguments = parser.parse_args()
     if arguments.compile:
         print(f"Compiled in {compile_kernels():.0f} s.")
-        return
-    if arguments.record_groups:
-        write_group_scores(sample_group_scores(name, policy) for name, policy in TURN_POLICIES.items())
         return
     name: str = arguments.policy
     policy = replace(POLICIES[TEACHERS.get(name, name)], width=arguments.width)
@@ -146,25 +136,6 @@ def make_config(path: str, policy: PolicyRecipe) -> RunConfig:
         **policy.settings,
     }
     return apply_overrides(RunConfig(), overrides)
-
-
-def sample_group_scores(name: str, policy: PolicyRecipe, levels: int = 512, samples: int = 32) -> GroupScores:
-    """Roll out a shipped policy `samples` times on each of the first training levels of seed 0."""
-    torch.set_num_threads(1)
-    overrides = {"env.env_groups": levels, "env.group_size": samples, "rollout.name": "compiled"}
-    trainer = PPOTrainer(apply_overrides(make_config(name, policy), overrides))
-    episodes = trainer.roll_out(trainer.levels[0], samples, "sampling")
-    scores = reshape_by_group([episode.score for episode in episodes], samples)
-    successes = reshape_by_group([float(episode.success) for episode in episodes], samples)
-    return GroupScores(
-        list_group_settings(trainer.config),
-        trainer.config.env.format_penalty,
-        levels,
-        samples,
-        # In float32, as the filter compares scores.
-        count_sets(scores.tolist()),
-        count_sets(successes.tolist()),
-    )
 
 
 def evaluate(path: str, policy: PolicyRecipe) -> None:

@@ -95,7 +95,6 @@ def summarize_plan(study: PreparedStudy) -> dict[str, Any]:
         *_describe_game(plan),
         *_describe_commands(commands),
         *plan.study.family.describe(plan.base_config),
-        *describe_signal(plan),
         power,
         time_estimate.format_time_line(plan, resource_plan, memory, [gpu.name for gpu in study.used_gpus]),
         study.space_line,
@@ -225,15 +224,6 @@ def _describe_game(plan: StudyPlan) -> Iterator[str]:
     yield describe_success_range(plan.ppo_config.env)
     for game in load_game_requirements(plan):
         yield from game.describe(plan)
-
-
-def describe_signal(plan: StudyPlan) -> Iterator[str]:
-    """Describe in how many groups the shipped policies of the runs have equal scores before any training."""
-    if not plan.study.family.games:
-        return
-    from trainable.tiny.group_scores import describe_groups
-
-    yield from describe_groups(plan.ppo_configs)
 
 
 def _describe_runs(plan: StudyPlan, resource_plan: ResourcePlan) -> Iterator[str]:

@@ -17,7 +17,7 @@ from trainable.config.constants import TEACHERS
 from trainable.config.run_config import format_validation_error, list_outside_settings
 from trainable.config.setting_types import flatten_settings, format_value
 from trainable.runs.study_record import WandbMode, WandbTarget, check_wandb_project
-from tune_study.commands.describe import PreparedStudy, describe_signal, print_plan, summarize_plan
+from tune_study.commands.describe import PreparedStudy, print_plan, summarize_plan
 from tune_study.commands.requests import ChosenPreset, LaunchRequest, StudyRequest, list_assigned_settings
 from tune_study.folder import outputs
 from tune_study.folder.origin import find_last_wandb
@@ -99,7 +99,7 @@ def start_studies(
         plan, resource_plan = study.plan, study.resource_plan
         preset_line, remarks = f"Preset {plan.preset}: {plan.preset_reason}", find_remarks(plan)
         notes = resource_plan.notes if resource_plan.cluster_address else ()
-        for line in (preset_line, study.space_line, *notes, *remarks, *describe_signal(plan)):
+        for line in (preset_line, study.space_line, *notes, *remarks):
             print_line(console, line)
         return execute_study(plan, study.resource_plan, console, options.skipped_statuses, time_limit, suite)
 
@@ -248,11 +248,9 @@ def _preview(launch: Launch) -> dict[str, Any]:
                 raise
             notes.append(str(error))
     study = _estimate_requirements(launch, dry_run=True)
-    games = resources.load_game_requirements(plan) if is_local else []
     shortages = [
         memory_plan.format_misfit(study.memory, plan.study) if study.memory and not study.memory.fits else "",
         disk.explain_shortage([study.disk_budget]) if plan.storage is None else "",
-        *(game.explain_shortage(plan) for game in games),
     ]
     notes += describe_teachers(plan.model_paths, os.environ, is_local)
     return {
@@ -323,9 +321,6 @@ def _check_machine(launch: Launch) -> PreparedStudy:
     plan, study = launch.plan, _estimate_requirements(launch)
     if obstacle := explain_long_path(find_ray_folder(os.environ)):
         raise PlanError(f"Ray cannot start here: {obstacle}", "type `export RAY_TMPDIR=/tmp`, or another short path")
-    for game in resources.load_game_requirements(plan):
-        if shortage := game.explain_shortage(plan):
-            raise MisfitError(shortage)
     # Seeds share their files: one configuration per arm is enough.
     family = plan.study.family
     for arm_config in {spec.arm: spec.config for spec in plan.runs}.values():

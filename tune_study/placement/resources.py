@@ -45,8 +45,6 @@ class GameRequirements(NamedTuple):
     """Raise PlanError if a study of the game cannot be run."""
     describe: Callable[[StudyPlan], Iterable[str]]
     """Describe what the game reads and where it sends something, for the plan."""
-    explain_shortage: Callable[[StudyPlan], str] = lambda plan: ""
-    """Explain why the game does not fit on this machine, and what to type; empty if it fits."""
 
 
 def load_game_requirements(plan: StudyPlan) -> list[GameRequirements]:

@@ -18,8 +18,8 @@ from analysis.data.frames import StudyFrames
 from analysis.data.schemas import Row
 from analysis.stats.estimates import Estimate, Floats, SampleStats, holm_adjust, welch_t_test
 from analysis.stats.noise import compute_equivalence_p_value
-from sandboxes.toys.published import distillation_sandbox, update_rule_sandbox
 from sandboxes.toys.published.cells import (
+    CELLS,
     DIFFERS,
     EQUAL,
     MEAN_ALONE,
@@ -28,12 +28,10 @@ from sandboxes.toys.published.cells import (
     OPEN,
     PER_SEED,
     POOLED,
+    SOURCES,
     Cell,
 )
 
-SOURCES = (update_rule_sandbox, distillation_sandbox)
-"""The modules of published numbers. Each has `CELLS`, and `SOURCE`, the place of publication."""
-CELLS: tuple[Cell, ...] = tuple(cell for source in SOURCES for cell in source.CELLS)
 NOT_TESTED = "cannot be tested"
 # Our planned seeds per arm, declared with the test before the first run; a report with fewer says so.
 PLANNED_SEEDS = 10
@@ -77,9 +75,7 @@ def compare_to_published(frames: StudyFrames, cells: Sequence[Cell] = CELLS) -> 
 def describe_sources(frames: StudyFrames) -> str:
     """Name the sources of the published numbers of the studies in `frames`, joined by "and"."""
     study_names = {study.name for study in frames.studies}
-    return " and ".join(
-        source.SOURCE for source in SOURCES if any(study_names & set(cell.studies) for cell in source.CELLS)
-    )
+    return " and ".join(dict.fromkeys(SOURCES[cell.source] for cell in CELLS if study_names & set(cell.studies)))
 
 
 def _make_row(frames: StudyFrames, cell: Cell, study: str) -> Row:

@@ -12,7 +12,7 @@ import pandas as pd
 
 from analysis.charts.chart import HUES, make_arm_colors
 from analysis.charts.curves import draw_curves
-from analysis.data.compare import has_added_seeds, list_arms
+from analysis.data.compare import has_added_seeds, list_arms, select_runs
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
 from analysis.report.common import (
@@ -91,14 +91,16 @@ def _make_verdict_table(results: ToyResults) -> Iterator[Table]:
     for row in rows:
         row["is_baseline"] = row["arm"] == results.study.baseline
         row["verdict"] = "baseline" if row["is_baseline"] else row["verdict"] or "–"
+        row |= select_runs(results.frames, row["arm"])["status"].value_counts().to_dict()
     yield Table(
         [
             name("arm"),
             TableColumn("verdict", format_verdict, "verdict"),
-            number(tables.get_description(results.frames).number, "mean", "{:.4f}".format),
+            number(results.frames.families[0].primary_column.replace("_", " "), "mean", "{:.4f}".format),
             number("minus the\nbaseline", "difference", format_signed_4),
             number("Holm p", "p_holm", format_p),
             number("seeds", "n", str),
+            STATUS_COUNTS,
             text("basis", "basis"),
         ],
         rows,
@@ -239,7 +241,6 @@ NUMBERS: Section[ToyResults] = Section(
 
 
 def _make_published_tables(table: pd.DataFrame) -> Iterator[Table]:
-    has_studies = [text("study", "study")] * (table["study"].nunique() > 1)
     numbers = [
         TableColumn("column", lambda row: f"`{row['column']}`"),
         TableColumn("published", _make_cell_formatter("published_"), "number"),
@@ -249,7 +250,6 @@ def _make_published_tables(table: pd.DataFrame) -> Iterator[Table]:
         [
             name("arm"),
             TableColumn("verdict", _format_expectation, "verdict"),
-            *has_studies,
             *numbers,
             TableColumn("ours minus\npublished", _format_published_difference, "number"),
             number("Holm p", "p_holm", format_p),
@@ -259,14 +259,14 @@ def _make_published_tables(table: pd.DataFrame) -> Iterator[Table]:
     )
     pooled = to_records(table[table["kind"] == POOLED])
     yield Table(
-        [name("arm"), *has_studies, numbers[0], text("table", "section"), *numbers[1:]],
+        [name("arm"), numbers[0], text("table", "section"), *numbers[1:]],
         pooled,
         fold=f"All {len(pooled)} pooled cells",
         note="These cells pool the logged rows of all seeds, without a standard deviation over seeds: none is tested.",
     )
-    rationales = table[table["rationale"] != ""].groupby(["expected_verdict", "study", "rationale"], sort=False)["arm"]
+    rationales = table[table["rationale"] != ""].groupby(["expected_verdict", "rationale"], sort=False)["arm"]
     yield Table(
-        [name("expected", "expected_verdict"), *has_studies, text("arms", "arm"), text("reason", "rationale")],
+        [name("expected", "expected_verdict"), text("arms", "arm"), text("reason", "rationale")],
         to_records(rationales.agg(lambda arms: ", ".join(dict.fromkeys(arms))).reset_index()),
         fold="Expected verdicts, with reasons",
     )
@@ -323,35 +323,16 @@ PUBLISHED: Section[ToyResults] = Section(
     when=lambda results: bool(len(results.published)),
     concludes=True,
 )
-INDEX_PUBLISHED: Section[StudyFrames] = Section(
-    "reproduction",
-    "Comparison with published numbers",
-    sentences=lambda frames: [summarize_verdicts(compare_to_published(frames))],
-    tables=lambda frames: _make_published_tables(compare_to_published(frames)),
-    explanation=_explain_published,
-    when=lambda frames: bool(len(compare_to_published(frames))),
-)
 
 
 # ---------------------------------------------------------------------- what was run
 
 
-def _make_arm_table(results: ToyResults) -> Iterator[Table]:
-    settings = {f"`{entry['setting']}`": entry["values"] for entry in findings.list_arm_settings(results.frames)}
-    rows = [
-        {**row, **{setting: values[place] for setting, values in settings.items()}}
-        for place, row in enumerate(tables.count_statuses(results.frames))
-    ]
-    columns = [name("arm"), STATUS_COUNTS, number("last step", "steps", str)]
-    yield Table([*columns, *(text(setting, setting) for setting in settings)], rows)
-
-
-ARMS: Section[ToyResults] = Section("arms", "What was run", tables=_make_arm_table)
-
-
 def _make_run_tables(results: ToyResults) -> Iterator[Table]:
-    columns = tables.get_description(results.frames).run_columns.items()
-    yield from make_runs_table(results.frames, [number(heading, key, "{:.4f}".format) for key, heading in columns])
+    columns = tables.list_outcomes(results.frames)
+    yield from make_runs_table(
+        results.frames, [number(column.replace("_", " "), column, "{:.4f}".format) for column in columns]
+    )
 
 
 def _make_reproduction_tables(results: ToyResults) -> Iterator[Table | Listing]:
@@ -378,7 +359,6 @@ TOY_REPORT: Report[ToyResults] = Report(
         NOTES,
         NUMBERS,
         PUBLISHED,
-        ARMS,
         Section("runs", "All runs", tables=_make_run_tables),
         Section("reproduce", "Reproduce", sentences=list_command_sentences, tables=_make_reproduction_tables),
     ),
@@ -387,6 +367,5 @@ TOY_REPORT: Report[ToyResults] = Report(
         .rename(columns={"verdict": "outcome"})
         .reindex(columns=VERDICT_COLUMNS)
     ),
-    (INDEX_PUBLISHED,),
 )
 """The report of a study of toy tasks."""

@@ -5,8 +5,7 @@ row. The standard error is the standard deviation (ddof 1) divided by the root o
 """
 
 import math
-from itertools import combinations, product
-from typing import Any
+from itertools import product
 
 import pandas as pd
 
@@ -18,15 +17,12 @@ from analysis.data.compare import (
     select_runs,
 )
 from analysis.data.frames import StudyFrames
-from analysis.data.schemas import Row
 from analysis.sweep import findings
 from analysis.sweep.series import make_curves
 from analysis.sweep.tables import compare_outcomes
 from analysis.sweep.verdicts import count_nouns, describe_stops, describe_unfinished
 from sandboxes.toys.published.reproduction import sample_std
 from sandboxes.toys.study import Description
-from trainable.runs.records import STATUSES
-from trainable.runs.study_record import OPEN_STATUSES
 
 COLUMN_ORDER = ("late_", "final_", "last_", "switch_", "error_", "first_step_", "mean_", "log10_")
 """How the names of the trial columns of a report begin, in the order in which it lists them."""
@@ -81,9 +77,14 @@ def compute_differences(frames: StudyFrames) -> pd.DataFrame:
     p_holm and p_equal_holm are corrected over the arms for the primary outcome, and over arms and columns together for
     the others. First steps are not compared, because runs that never reach one have no number.
     """
+    return compare_outcomes(frames, list_outcomes(frames))
+
+
+def list_outcomes(frames: StudyFrames) -> list[str]:
+    """The outcomes of the family that have a value in some run, the primary one first."""
     (family,) = frames.families
     columns = (family.primary_column, *family.secondary_columns)
-    return compare_outcomes(frames, [name for name in columns if frames.trials[name].notna().any()])
+    return [name for name in columns if frames.trials[name].notna().any()]
 
 
 def compute_mean_curves(frames: StudyFrames, column: str) -> pd.DataFrame:
@@ -104,29 +105,6 @@ def compute_mean_curves(frames: StudyFrames, column: str) -> pd.DataFrame:
         columns = {"arm": arm, "value": values.mean(axis=1), "standard_error": error, "runs": n_runs}
         tables.append(pd.DataFrame(columns).reset_index()[tables[0].columns])
     return pd.concat([table for table in tables if len(table)] or tables, ignore_index=True)
-
-
-def count_statuses(frames: StudyFrames) -> list[Row]:
-    """One row per arm: its number of runs by status, and the last steps of its runs."""
-    rows = []
-    for arm in list_arms(frames):
-        runs = select_runs(frames, arm)
-        counts = {status: int((runs["status"] == status).sum()) for status in (*STATUSES, *OPEN_STATUSES)}
-        steps = sorted(set(runs["steps_done"]))
-        rows.append({"arm": arm, "runs": len(runs), **counts, "steps": ", ".join(map(str, steps))})
-    return rows
-
-
-def find_equal_arms(frames: StudyFrames) -> list[tuple[str, str]]:
-    """Pairs of arms whose scored runs have equal final numbers in all of two seeds or more; one seed may coincide."""
-    names = [name for name in list_measured_columns(frames) if name.startswith(("final_", "log10_"))]
-    values: dict[str, Any] = {
-        arm: select_runs(frames, arm, scored_only=True).set_index("seed")[names].sort_index()
-        for arm in list_arms(frames)
-    }
-    arms = [arm for arm, runs in values.items() if len(runs) > 1 and names]
-    # DataFrame.equals compares the index as well, so the seeds must be the same; two missing values are equal.
-    return [(a, b) for a, b in combinations(arms, 2) if values[a].equals(values[b])]
 
 
 def select_primary(frames: StudyFrames, table: pd.DataFrame) -> pd.DataFrame:
@@ -174,7 +152,7 @@ def compute_chance_error(frames: StudyFrames) -> float | None:
 
 
 def make_notes(frames: StudyFrames) -> list[str]:
-    """List what a reader must know of the numbers: few seeds, stops, collapse, errors at chance, equal arms."""
+    """List what a reader must know of the numbers: few seeds, stops, collapse, errors at chance."""
     lines = [*_make_seed_notes(frames), *findings.describe_looks(frames.studies[0]), *_make_ending_notes(frames)]
     chance_error, at_chance = compute_chance_error(frames), []
     for arm in list_arms(frames):
@@ -202,10 +180,6 @@ def make_notes(frames: StudyFrames) -> list[str]:
             f"Arms with a mean test error no better than random content tokens ({chance_error:.2f}): "
             f"{', '.join(at_chance[:5])}{others}. On average, such a policy has learned at most to avoid separators."
         )
-    lines += [
-        f"{a} and {b} end with equal numbers in every seed: in this study they are the same algorithm."
-        for a, b in find_equal_arms(frames)
-    ]
     return lines
 
 

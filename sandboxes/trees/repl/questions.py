@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from trainable.envs.data_rows import DataFileError, read_data_rows
 from trainable.files.json_values import parse_json
@@ -30,16 +30,6 @@ def _parse_text(value: object) -> object:
         return value
 
 
-def _check_text(text: str) -> str:
-    """Return the text unless it has a lone surrogate, which no tokenizer and no file accepts."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("has half of a character, such as of a cut emoji") from None
-    return text
-
-
-_Text = Annotated[str, AfterValidator(_check_text)]
 _WRAP_PROMPT = BeforeValidator(lambda value: [{"role": "user", "content": value}] if isinstance(value, str) else value)
 
 
@@ -49,15 +39,15 @@ class _Row(BaseModel):
 
 
 class _Message(_Row):
-    role: _Text
-    content: _Text
+    role: str
+    content: str
 
 
 class _Paper(_Row):
-    paper_id: _Text = Field(validation_alias=AliasChoices("paperId", "paper_id"), min_length=1)
-    text: _Text
-    title: _Text | None = None
-    abstract: _Text | None = None
+    paper_id: str = Field(validation_alias=AliasChoices("paperId", "paper_id"), min_length=1)
+    text: str
+    title: str | None = None
+    abstract: str | None = None
 
     def format(self) -> str:
         """Join title, abstract and text, with headings that the tools of the REPL recognize."""
@@ -67,7 +57,7 @@ class _Paper(_Row):
 
 
 class _Selection(_Row):
-    text: _Text = Field(min_length=1)
+    text: str = Field(min_length=1)
 
 
 class _Evidence(_Row):
@@ -75,7 +65,7 @@ class _Evidence(_Row):
 
 
 _EvidenceList = Annotated[list[_Evidence], BeforeValidator(_parse_text)]
-_Context = Annotated[dict[_Text, _Text], BeforeValidator(_parse_text)]
+_Context = Annotated[dict[str, str], BeforeValidator(_parse_text)]
 
 
 class _RewardSpec(_Row):
@@ -91,7 +81,7 @@ class _Fields(_Row):
 
 
 class _QuestionRow(_Fields):
-    question: _Text | None = None
+    question: str | None = None
     prompt: Annotated[list[_Message], _WRAP_PROMPT] = []
     papers: list[_Paper] | None = None
     evidence: _EvidenceList | None = None

@@ -6,9 +6,9 @@ from pydantic import AfterValidator, Field
 
 from sandboxes.toys.settings import (
     RunnerConfig,
+    Size,
     ToyRunConfig,
     reject_heads,
-    reject_large_tensors,
     reject_partial_groups,
 )
 from sandboxes.update_rules.config.rules import DEFAULT_METHOD, METHODS, RULES, Rule, get_rule
@@ -92,10 +92,10 @@ class UpdateRuleConfig(ToyRunConfig):
         DEFAULT_METHOD, description="the update rule"
     )
     delay: Common[int] = Field(0, ge=0, description="steps between sampling a batch and training on it")
-    batch_size: Common[int] = Field(100, ge=1, description="rollouts per step")
+    batch_size: Common[Size] = Field(100, description="rollouts per step")
     lr: Common[Positive] = Field(1e-3, description="learning rate of Adam")
     inner_epochs: Common[int] = Field(1, ge=1, le=1_000, description="optimizer steps per batch")
-    group_size: Common[int] = Field(4, ge=1, description="rollouts per prompt, or candidates per prefix")
+    group_size: Common[Size] = Field(4, description="rollouts per prompt, or candidates per prefix")
     baseline: Literal["expected", "zero", "constant"] = Field(
         "expected",
         description="if the mean reward is unknown: expected (sum of squared probabilities), zero, constant (0.5)",
@@ -124,14 +124,14 @@ class UpdateRuleConfig(ToyRunConfig):
     diagnostics: bool = Field(False, description="every 5th evaluation: cosine of the gradients of rule and oracle")
     entropy_diagnostics: bool = Field(False, description="measure the effect of updates on the entropy")
     oracle_fit: bool = Field(False, description="correlate the influence of samples on the oracle with weights")
-    vocab_size: Common[int] = Field(2, ge=1, description="number of content tokens, without the separator")
-    seq_len: Common[int] = Field(10, ge=1, description="tokens to produce")
-    score_len: int = Field(5, ge=1, description="masked_reversal: number of last positions that count")
+    vocab_size: Common[Size] = Field(2, description="number of content tokens, without the separator")
+    seq_len: Common[Size] = Field(10, description="tokens to produce")
+    score_len: Size = Field(5, description="masked_reversal: number of last positions that count")
     binary_reward: bool = Field(False, description="reward 1 for a fully correct sequence, otherwise 0")
-    d_model: int = Field(64, ge=1, description="width of the transformer")
-    nhead: int = Field(2, ge=1, description="attention heads")
-    num_layers: int = Field(2, ge=1, le=1_000, description="transformer blocks")
-    hidden: int = Field(50, ge=1, description="mnist: width of the two hidden layers")
+    d_model: Size = Field(64, description="width of the transformer")
+    nhead: Size = Field(2, description="attention heads")
+    num_layers: Size = Field(2, description="transformer blocks")
+    hidden: Size = Field(50, description="mnist: width of the two hidden layers")
     mnist_folder: Annotated[LocalPath | None, ParseNull, Outside("file")] = Field(
         None, description="mnist: folder with MNIST's four IDX files; null: synthetic images"
     )
@@ -141,7 +141,7 @@ class UpdateRuleConfig(ToyRunConfig):
     text_file: Annotated[LocalPath | None, ParseNull, Outside("file")] = Field(
         None, description="lm_bandit: a text with one passage per line; null: the shipped text"
     )
-    context_len: int = Field(128, ge=1, description="lm_bandit: tokens before the one to predict")
+    context_len: Size = Field(128, description="lm_bandit: tokens before the one to predict")
     kl_weight: NonNegative = Field(0.0, description="lm_bandit: reward penalty per nat of KL to the initial weights")
     fallback_patience: int = Field(10, ge=1, description="batches in a row without mixed groups that end a run")
     trainer: RunnerConfig = RunnerConfig()
@@ -156,27 +156,6 @@ class UpdateRuleConfig(ToyRunConfig):
         """Rollouts per prompt in a batch: group_size for grouped rules, otherwise 1."""
         return self.group_size if self.rule.has_groups else 1
 
-    @property
-    def max_tensor_entries(self) -> int:
-        """Entries of a member's largest tensor, up to a small factor: weights, activations or stored batches."""
-        positions = 2 * self.seq_len + 1  # prompt, separator, answer
-        tokens = self.batch_size * positions * (self.group_size if self.rule.has_candidates else 1)
-        # The buffer never has more batches than the run has steps.
-        n_batches = min(max(self.replay_capacity, self.delay + 1), self.trainer.total_training_steps)
-        sizes = {
-            "mnist": (784 * self.hidden, self.hidden**2, self.batch_size * max(784 * n_batches, self.hidden)),
-            "lm_bandit": (self.batch_size * self.context_len * n_batches,),
-        }
-        sequence_sizes = (
-            (self.vocab_size + positions) * self.d_model,
-            4 * self.num_layers * self.d_model**2,
-            4 * tokens * self.d_model,
-            tokens * self.nhead * positions,
-            tokens * self.vocab_size,
-            tokens * n_batches,
-        )
-        return max(sizes.get(self.task, sequence_sizes))
-
     def get_row_steps(self, step: int) -> range:
         """See `ToyRunConfig`. Evaluations start at step `delay`, because batches of that age do not exist earlier."""
         return range(self.delay, step, self.trainer.test_freq)
@@ -189,12 +168,6 @@ class UpdateRuleConfig(ToyRunConfig):
         return {
             # Shapes and schedules.
             **reject_heads(self),
-            **reject_large_tensors(
-                self,
-                self.max_tensor_entries,
-                *("task", "batch_size", "group_size", "seq_len", "vocab_size", "d_model", "nhead", "num_layers"),
-                *("hidden", "context_len", "replay_capacity", "delay"),
-            ),
             f"replay_capacity={self.replay_capacity} drops every batch before delay={self.delay} lets it be used: "
             f"set replay_capacity above {self.delay}, or delay=0": 0 < self.replay_capacity <= self.delay,
             f"delay={self.delay} has no effect within total_training_steps={self.trainer.total_training_steps} "

@@ -61,36 +61,24 @@ def read_images(folder: str | None) -> Images:
     train_images, train_labels, test_images, test_labels = (
         _read_idx(folder_path, name, shape) for name, shape in _FILES
     )
-    if max(int(train_labels.max()), int(test_labels.max())) >= NUM_CLASSES:
-        raise ValueError(
-            f"mnist_folder={folder}: a label is above {NUM_CLASSES - 1}, so the files are not MNIST's. Put MNIST's "
-            "four IDX files there, or set mnist_folder=null for synthetic images."
-        )
     return Images(train_images.flatten(1), train_labels.long(), test_images.flatten(1), test_labels.long(), "mnist")
 
 
 def _read_idx(folder: Path, name: str, shape: tuple[int, ...]) -> Tensor:
     """Read an IDX file, gzipped or not: two zeros, type 8 (bytes), the number of axes, their lengths, the bytes."""
-    existing_paths = [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]
-    if not existing_paths:
-        raise ValueError(
-            f"mnist_folder={folder} contains neither {name} nor {name}.gz. Put MNIST's four IDX files there, or set "
-            "mnist_folder=null for synthetic images."
-        )
-    path = existing_paths[0]
-    try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be unpacked ({error}). Download it again.") from None
-    # The header shows type and shape. The length is compared too: a truncated file has a valid header.
     header = bytes((0, 0, 8, len(shape))) + np.array(shape, dtype=">u4").tobytes()
-    if content[: len(header)] != header or len(content) != len(header) + int(np.prod(shape)):
+    try:
+        path = folder / name
+        content = path.read_bytes() if path.exists() else gzip.decompress((folder / f"{name}.gz").read_bytes())
+        if not content.startswith(header):
+            raise ValueError(f"it begins with {content[: len(header)].hex(' ')} instead of {header.hex(' ')}")
+        # A copy, because frombuffer is read-only, which torch does not support.
+        return torch.from_numpy(np.frombuffer(content, np.uint8, offset=len(header)).reshape(shape).copy())
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ValueError(
-            f"{path} is not MNIST's: {len(content)} bytes, starting with {content[:4].hex(' ')}; expected "
-            f"are {len(header) + int(np.prod(shape))} bytes, starting with {header[:4].hex(' ')}. Download it again."
-        )
-    # A copy, because frombuffer is read-only, which torch does not support.
-    return torch.from_numpy(np.frombuffer(content, dtype=np.uint8, offset=len(header)).reshape(shape).copy())
+            f"mnist_folder={folder} has no usable file {name} or {name}.gz ({error}). Put MNIST's four IDX files "
+            "there, or set mnist_folder=null for synthetic images."
+        ) from None
 
 
 @cache  # All conditions of a process share the images, which are never changed; making them can take longer than a run.

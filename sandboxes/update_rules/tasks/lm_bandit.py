@@ -1,11 +1,11 @@
 """The language-model bandit: the observation is a piece of text, and the token that follows it has reward 1.
 
-The shipped text has dialogues in which a solver plays Sokoban, like those that sokoban-tiny was trained on, but on
-other levels. `python -m sandboxes.update_rules.tasks.lm_bandit FILE` regenerates it.
+The default text has dialogues in which a solver plays Sokoban, like those that sokoban-tiny was trained on, but on
+other levels.
 """
 
 import json
-import sys
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,9 +25,7 @@ from trainable.models.load import Policy, load_policy
 from trainable.tiny.dialogues import Habits
 from trainable.tiny.policies import SOKOBAN_TINY
 
-# SHIPPED_PASSAGES, _FIRST_LEVEL and the random stream below define the shipped text byte for byte.
-SHIPPED_TEXT = Path(__file__).parent / "sokoban_dialogues.jsonl"
-SHIPPED_PASSAGES = 480
+NUM_PASSAGES = 480  # of the default text, which results depend on
 _FIRST_LEVEL = 40_000_000  # beyond the levels that sokoban-tiny was trained on
 EVAL_DIVISOR = 4  # the last quarter of a text's passages is for evaluation
 
@@ -40,8 +38,8 @@ class Tokens(NamedTuple):
 
 
 def read_tokens(text_file: str | None, tokenizer: Tokenizer, context_len: int) -> Tokens:
-    """Read the tokens of a text, or of the shipped one. ValueError, with what to do, if it is missing or too short."""
-    texts = read_passages(SHIPPED_TEXT if text_file is None else Path(text_file).expanduser())
+    """Read the tokens of a text, or of the default one. ValueError, with what to do, if it is missing or too short."""
+    texts = make_sokoban_passages() if text_file is None else read_passages(Path(text_file).expanduser())
     # Tokenized separately, so that no token spans two passages and the split below falls between tokens.
     encodings = [tokenizer.encode("\n" * (n > 0) + text, add_special_tokens=False) for n, text in enumerate(texts)]
     num_train = len(texts) - max(1, len(texts) // EVAL_DIVISOR)
@@ -63,22 +61,21 @@ def read_passages(path: Path) -> list[str]:
     """Read the non-blank lines of a text; for a .jsonl file, the string that each line encodes."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"text_file={path} cannot be read: {error}. Use UTF-8, with one passage per line.") from None
-    if path.suffix != ".jsonl":
-        return lines
-    try:
-        texts = [json.loads(line) for line in lines]
-    except json.JSONDecodeError as error:
-        raise ValueError(f"text_file={path} is not JSON Lines: {error}. Each line must be a JSON string.") from None
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"text_file={path} has lines that are not strings. Each line must be a JSON string.")
+        texts = [json.loads(line) for line in lines] if path.suffix == ".jsonl" else lines
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("a line is not a string")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"text_file={path} cannot be read: {error}. Use UTF-8, with one passage per line, or a JSON string per "
+            "line (.jsonl)."
+        ) from None
     return texts
 
 
-def make_sokoban_passages(count: int) -> list[str]:
-    """Make the first `count` dialogues of the shipped text, on levels never used for validation or tests."""
-    levels = make_demonstration_levels(SOKOBAN_TINY.source, count, _FIRST_LEVEL)
+@cache  # it takes two seconds, and all conditions of a process share it
+def make_sokoban_passages() -> list[str]:
+    """Make the dialogues of the default text, on levels never used for validation or tests."""
+    levels = make_demonstration_levels(SOKOBAN_TINY.source, NUM_PASSAGES, _FIRST_LEVEL)
     rngs = make_rng(0, "sandbox_data", 2), make_rng(0, "sandbox_data", 2, 1)
     demonstrations = SOKOBAN_TINY.make_dialogues(levels, Habits(), *rngs)
     return ["".join(segment.text for segment in segments) for segments in demonstrations]
@@ -193,8 +190,3 @@ class LanguageModelBandit(BanditTask):
         starts = rngs.integers("sandbox_prompts", step, high=len(self.tokens.train) - length, shape=(num_contexts,))
         windows = self.tokens.train[starts[..., None] + torch.arange(length + 1)]
         return windows[..., :-1], windows[..., -1]
-
-
-if __name__ == "__main__":
-    lines = [json.dumps(passage, ensure_ascii=False) + "\n" for passage in make_sokoban_passages(SHIPPED_PASSAGES)]
-    Path(sys.argv[1]).write_text("".join(lines), encoding="utf-8")

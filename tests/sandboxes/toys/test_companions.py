@@ -52,16 +52,14 @@ def test_a_member_is_the_one_that_it_is_alone_and_goes_on_from_its_state(
         (distillation.make_config, {"method": "OPDTopKReverseKL", "warmup_steps": 6}, "leaves no step for the top-k"),
         (distillation.make_config, {"normalize_top_k": True}, "set normalize_top_k=false"),
         (distillation.make_config, {"sequence_mean": True}, "set sequence_mean=false"),
-        (distillation.make_config, {"vocab_size": 10**6}, "a tensor of this run would have"),
+        (distillation.make_config, {"vocab_size": 10_001}, "vocab_size"),
         (pedagogy.make_config, {"nhead": 3}, "nhead=3 does not divide d_model=16"),
         (pedagogy.make_config, {"batch_size": 30}, "set batch_size=24"),
         (pedagogy.make_config, {"answer_len": 4}, "answer_len=4 does not fit into completion_len=3"),
         (pedagogy.make_config, {"teacher_steps": 0}, "leaves the teacher of method=PedagogicalRL untrained"),
-        (pedagogy.make_config, {"content_vocab_size": 10**8}, "a tensor of this run would have"),
         (vector_rewards.make_config, {"method": "ScalarGRPO"}, "set num_candidates=1"),
         (vector_rewards.make_config, {"num_candidates": 1}, "set num_candidates=2 or more"),
         (vector_rewards.make_config, {"batch_size": 30}, "is not a multiple of group_size=8: set batch_size=24"),
-        (vector_rewards.make_config, {"hidden": 10**6}, "a tensor of this run would have"),
     ],
 )
 def test_settings_that_would_not_mean_what_they_say_are_refused(

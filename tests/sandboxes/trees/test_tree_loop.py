@@ -13,7 +13,7 @@ from sandboxes.trees import tree_loop
 from sandboxes.trees.repl.process import ReplLimits
 from sandboxes.trees.repl.questions import Question
 from sandboxes.trees.repl.session import TreeLimits
-from sandboxes.trees.tree_loop import CHARS_PER_TOKEN, Rollout, TreeSettings, TreeTexts, roll_out_trees
+from sandboxes.trees.tree_loop import Rollout, TreeSettings, TreeTexts, roll_out_trees
 from trainable.envs.prompts import CHATML
 from trainable.models.codec import Codec
 from trainable.rollout.sampler import RowStreams, SampledReply, SamplingParams
@@ -196,37 +196,8 @@ def test_conversations_stay_within_the_context() -> None:
     assert [child.prompt for child in tree.children] == ["short"]
 
 
-def play_counting(code: str) -> tuple[Rollout, int]:
-    """Play a root of one turn, and return the length of the longest text that was encoded."""
-    lengths: list[int] = []
-
-    def encode_and_count(texts: Sequence[str]) -> list[list[int]]:
-        lengths.extend(map(len, texts))
-        return encode(texts)
-
-    texts = TEXTS._replace(codec=cast(Codec, SimpleNamespace(encode=encode_and_count, decode=decode)))
-    policy = lambda history, draw: run_code("FINAL('done')" if is_child(history) else code)  # noqa: E731
-    ((tree,), _) = play(policy, limits=TreeLimits(turns=1), context_length=1_000, texts=texts)
-    return tree, max(lengths)
-
-
 def try_query(arguments: str) -> str:
     return f"try:\n    print(rlm_query({arguments}))\nexcept ValueError as error:\n    print(error)"
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    ["'ab ' * 300_000", "'x', {'ab ' * 300_000: 'text'}", "'x', {f'name {number}': '' for number in range(20_000)}"],
-)
-def test_a_long_question_is_refused_unread(arguments: str) -> None:
-    tree, longest = play_counting(f"{try_query(arguments)}\n{try_query(repr('short'))}")
-    assert tree.observations == ["a question and its reply may have at most 1000 tokens\ndone"]
-    assert longest <= CHARS_PER_TOKEN * 1_000
-
-
-def test_texts_of_a_context_are_no_question() -> None:
-    tree, longest = play_counting(try_query("'x', {'a': 'ab ' * 300_000}"))
-    assert (tree.observations, longest < 1_000) == (["done"], True)
 
 
 def test_a_reply_that_was_cut_gets_its_end_marker() -> None:

@@ -1,7 +1,5 @@
 import random
-import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,7 +25,7 @@ from trainable.language_model import TRAINER as LANGUAGE_MODEL
 from trainable.models.load import load_policy
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
-from trainable.runs.records import DEFAULT_STEP_COLUMNS, EXTRA_QUANTITIES, QUANTITIES, STEP_COLUMNS, TIME_COLUMNS
+from trainable.runs.records import DEFAULT_STEP_COLUMNS, STEP_COLUMNS, TIME_COLUMNS
 
 SAMPLES = 12
 COLUMNS = {column.name for column in STEP_COLUMNS if "collapse" in column.name}
@@ -170,15 +168,6 @@ def test_a_sample_that_is_not_measured_leaves_its_average_as_it_was(rollout: Rol
 # ---------------------------------------------------------------------------- randomness and side effects
 
 
-def test_equal_seeds_have_equal_rows_and_others_differ(rollout: Rollout) -> None:
-    first, repeated, other = (diagnose(rollout, seed) for seed in (3, 3, 4))
-    assert drop_times(first.row) == drop_times(repeated.row)
-    assert first.averages == repeated.averages
-    for sample in ("first_turn", "trajectory"):
-        name = f"collapse_{sample}_marginal_std"
-        assert first.row[name] != other.row[name]
-
-
 def test_switching_a_sample_off_leaves_the_other_as_it_is(rollout: Rollout) -> None:
     row_of_both = drop_times(diagnose(rollout).row)
     first_turn_row = drop_times(diagnose(rollout, multi_turn_enabled=False).row)
@@ -238,18 +227,6 @@ def test_a_run_writes_the_regular_columns_or_all_where_configured() -> None:
         assert {name for name in row if "collapse" in name} == columns
         assert columns <= LANGUAGE_MODEL.make_empty_row(settings).keys()
         assert (LANGUAGE_MODEL.make_empty_row(settings).keys() >= COLUMNS) == all_quantities
-
-
-def test_the_page_documents_only_the_regular_quantities() -> None:
-    """The paragraph on extra quantities is left out of the comparison."""
-    page = (Path(__file__).parents[3] / "docs" / "collapse_diagnostics.md").read_text(encoding="utf-8")
-    text_before, _, remaining_text = page.partition("**Extra quantities.**")
-    extra_paragraph, _, text_after = remaining_text.partition("**Departures")
-    main_text = text_before + text_after
-    names = {*re.findall(r"`([a-z_]+)`", main_text)}
-    assert {quantity.name for quantity in QUANTITIES} <= names
-    assert not {quantity.name for quantity in EXTRA_QUANTITIES} & names
-    assert "collapse_detection.all_quantities=True" in extra_paragraph
 
 
 def test_published_keys_are_the_columns_in_the_published_spelling() -> None:

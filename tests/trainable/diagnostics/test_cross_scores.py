@@ -71,20 +71,6 @@ def test_any_lengths_beginnings_repeats_and_limits_give_the_same_scores(seed: in
     assert_scores_close(scores, score_naively(model, prompts, thoughts))
 
 
-def test_scores_of_few_tokens_sum_to_likelihoods(grouped_model: Qwen2) -> None:
-    scores = compute_cross_scores(grouped_model, [[4], [9]], [[7]])
-    assert_scores_close(scores, score_naively(grouped_model, [[4], [9]], [[7]]))
-    total = compute_cross_scores(grouped_model, [[4]], [[token] for token in range(23)]).exp().sum()
-    assert float(total) == pytest.approx(1, abs=1e-5)
-    first = compute_cross_scores(grouped_model, [[1, 2, 3]], [[5]])
-    pairs = compute_cross_scores(grouped_model, [[1, 2, 3]], [[5, token] for token in range(23)])
-    assert_scores_close(pairs.logsumexp(0), first[0])
-    prompts, thoughts = [[1, 2], [3]], [[4, 5], [6]]
-    arrays = [[np.array(tokens) for tokens in sequences] for sequences in (prompts, thoughts)]
-    scores = compute_cross_scores(grouped_model, prompts, thoughts)
-    assert torch.equal(compute_cross_scores(grouped_model, *arrays), scores)
-
-
 # ---------------------------------------------------------------------------- passes
 
 
@@ -137,19 +123,6 @@ def test_long_vocabularies_are_scored_piece_by_piece(
     assert_scores_close(scores, score_naively(grouped_model, prompts, thoughts))
 
 
-def test_the_model_does_not_change_and_no_gradient_is_stored(grouped_model: Qwen2) -> None:
-    old_weights = {name: weight.clone() for name, weight in grouped_model.named_parameters()}
-    for training in (True, False):
-        grouped_model.train(training)
-        scores = compute_cross_scores(grouped_model, [[1, 2], [3]], [[4, 5], [6]])
-        assert grouped_model.training == training
-        assert not scores.requires_grad
-        assert not scores.is_inference()
-    for name, weight in grouped_model.named_parameters():
-        assert torch.equal(weight, old_weights[name])
-        assert weight.grad is None
-
-
 def test_all_tensors_are_on_the_device_of_the_model(grouped_model: Qwen2) -> None:
     """A test without a GPU: tensors made without a device are on `meta`, where they cannot be mixed with others."""
     prompts, thoughts = [[1, 2, 3], [4]], [[5, 6], [5, 7, 8]]
@@ -160,29 +133,6 @@ def test_all_tensors_are_on_the_device_of_the_model(grouped_model: Qwen2) -> Non
 
 
 # ---------------------------------------------------------------------------- a tree after a cache
-
-
-def test_a_tree_sees_its_row_and_its_ancestors_and_leaves_the_cache_alone(model: Qwen2) -> None:
-    prompts, branches = [[1, 2, 3, 4], [5], [6, 7]], [[8], [8, 9], [8, 9, 1], [8, 2], [3]]
-    cache = model.model.make_cache(3, 6)
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    steps = torch.arange(4) - (4 - lengths[:, None])
-    padded = torch.tensor([[0] * (4 - len(prompt)) + prompt for prompt in prompts])
-    can_attend = torch.tensor([[branch[: len(other)] == other for other in branches] for branch in branches])
-    depths = torch.tensor([len(branch) - 1 for branch in branches])
-    with torch.inference_mode():
-        model.model.extend(padded, steps.clamp_min(0), steps >= 0, cache)
-        cache_tensors = [*cache.keys, *cache.values, cache.bias]
-        copies = [tensor.clone() for tensor in cache_tensors]
-        last_tokens = torch.tensor([branch[-1] for branch in branches])
-        states = model.model.forward_tree(last_tokens, depths, can_attend, lengths, cache)
-        assert cache.used_slots == 4
-        assert all(torch.equal(tensor, copy) for tensor, copy in zip(cache_tensors, copies, strict=True))
-        for row, prompt in enumerate(prompts):
-            for node, branch in enumerate(branches):
-                last_position = torch.tensor([len(prompt + branch) - 1])
-                expected = model.model.compute_hidden_states(torch.tensor([prompt + branch]), last_position)
-                assert_scores_close(states[row, node], expected[0])
 
 
 # ---------------------------------------------------------------------------- ranks

@@ -15,7 +15,6 @@ from trainable.algo.names import LOSS_AGG_MODES
 from trainable.algo.reductions import compute_loss_weights
 from trainable.backend.meter import Meter
 from trainable.config.seeds import make_rng
-from trainable.diagnostics.gradient_analysis import _replace_nonfinite as finite_or_missing
 from trainable.diagnostics.gradient_probe import FOLDS, ProbeResult, probe_gradients
 from trainable.ppo.targets import PreparedBatch
 from trainable.ppo.trainer import PPOTrainer
@@ -80,10 +79,6 @@ def measure(
 def probe(trainer: PPOTrainer, buckets: int = 3, sketch: int | None = None) -> tuple[PreparedBatch, ProbeResult]:
     prepared, stds = prepare_batch(trainer)
     return prepared, measure(trainer, prepared, stds, buckets, sketch=sketch)
-
-
-def replace_advantages(prepared: PreparedBatch, advantages: torch.Tensor) -> PreparedBatch:
-    return prepared._replace(targets=prepared.targets._replace(advantages=advantages))
 
 
 def index_rows(findings: ProbeResult) -> dict[tuple[str, str], dict[str, Any]]:
@@ -298,37 +293,6 @@ def test_the_coefficient_does_not_decide_what_is_rounding(coefficient: float) ->
 
 
 @pytest.mark.long
-def test_numbers_that_are_not_finite_are_missing_and_the_others_do_not_change(
-    trainer: PPOTrainer, probed: tuple[PreparedBatch, ProbeResult]
-) -> None:
-    prepared, stds = prepare_batch(trainer)
-
-    nan_advantages = prepared.targets.advantages.clone()
-    nan_advantages[0, int(prepared.batch.mask[0].nonzero()[0])] = torch.nan
-    nan_findings = measure(trainer, replace_advantages(prepared, nan_advantages), stds, 3)
-    finite_rows, nan_rows = (
-        index_rows(findings._replace(rows=[finite_or_missing(row) for row in findings.rows]))
-        for findings in (probed[1], nan_findings)
-    )
-    buckets = dict.fromkeys(name for name, _ in nan_rows)
-    affected_buckets = [bucket for bucket in buckets if nan_rows[bucket, "task"]["mean_norm"] is None]
-    assert len(affected_buckets) == 2
-    assert "all" in affected_buckets
-    for bucket, component in nan_rows:
-        row, finite_row = nan_rows[bucket, component], finite_rows[bucket, component]
-        if bucket not in affected_buckets:
-            assert row == finite_row
-        elif component in ("task", "total"):
-            assert {row[name] for name in ("mean_norm", "signal", "noise", "snr", "loss")} == {None}
-            assert row.get("norm") is None
-        else:
-            names = ("norm", "mean_norm", "signal", "noise", "snr", "snr_low", "loss", "cosine_entropy", "cosine_kl")
-            assert {name: row[name] for name in names} == {name: finite_row[name] for name in names}
-            assert row["mean_norm"] > 0
-            assert row["cosine_task"] is None
-
-
-@pytest.mark.long
 def test_a_bucket_has_a_fold_for_each_of_its_groups_up_to_eight(trainer: PPOTrainer) -> None:
     prepared, stds = prepare_batch(trainer)
     untrained_group = int(torch.unique(prepared.batch.group_ids)[0])  # a group without a trained token has no fold
@@ -339,28 +303,6 @@ def test_a_bucket_has_a_fold_for_each_of_its_groups_up_to_eight(trainer: PPOTrai
         for row in findings.rows:
             bucket_groups = {group["group"] for group in findings.groups if row["bucket"] in (group["bucket"], "all")}
             assert row["fold_count"] == min(FOLDS, len(bucket_groups & trained_groups))
-
-
-@pytest.mark.long
-def test_shares_of_the_expected_step_sum_to_one_where_it_has_signal(probed: tuple[PreparedBatch, ProbeResult]) -> None:
-    rows = index_rows(probed[1])
-    for bucket in dict.fromkeys(name for name, _ in rows):
-        shares = [rows[bucket, name]["signal_share"] for name in ("task", "entropy", "kl")]
-        assert np.isnan(shares).all() or sum(shares) == pytest.approx(1)
-        assert np.isnan(shares).all() or rows[bucket, "total"]["signal"] > 0
-        assert np.isnan(shares).all() == (rows[bucket, "total"]["signal_share"] is None)
-    kl_row = rows["all", "kl"]
-    assert rows["all", "total"]["signal"] > 0
-    assert kl_row["signal_share_low"] < kl_row["signal_share"] < kl_row["signal_share_high"]
-
-
-@pytest.mark.long
-def test_a_component_that_is_off_has_no_row() -> None:
-    trainer = make_trained_trainer(actor__use_kl_loss=False, actor__entropy_coeff=0.0)
-    _, findings = probe(trainer, buckets=1)
-    assert {row["component"] for row in findings.rows} == {"task", "total"}
-    row = index_rows(findings)["all", "task"]
-    assert (row["cosine_kl"], row["cosine_entropy"], row["cosine_task"]) == (None, None, pytest.approx(1))
 
 
 @pytest.mark.long

@@ -75,11 +75,6 @@ def test_a_thought_is_the_text_before_its_end(tokenizer: Tokenizer, end: str) ->
     assert read_thoughts(["P32 X22 O11 UL" + end], tokenizer) == ["P32 X22 O11 UL"]
 
 
-def test_the_tiny_tokenizer_ends_a_thought_and_starts_an_answer_with_one_token() -> None:
-    assert len(TINY_TOKENIZER.encode("</think><answer>").ids) == 1
-    assert len(BYTE_TOKENIZER.encode("</think><answer>").ids) > 5
-
-
 @pytest.mark.parametrize("tokenizer", [TINY_TOKENIZER, BYTE_TOKENIZER], ids=["tiny", "bytes"])
 @pytest.mark.parametrize(
     "reply",
@@ -211,14 +206,6 @@ def test_a_turn_drawn_twice_has_two_columns_of_one_class() -> None:
     class_of_prompt = dict(zip(prompts, classes, strict=True))
     assert [class_of_prompt[prompt] for prompt in prompts] == classes
     assert len(set(class_of_prompt.values())) == len(class_of_prompt)
-
-
-def test_no_valid_turn_gives_no_pairs() -> None:
-    for pairs in (
-        sample_first_turn_pairs([EPISODES[1]], [0], 64, np.random.default_rng(0)),
-        sample_trajectory_pairs([EPISODES[4]], 64, np.random.default_rng(0)),
-    ):
-        assert len(pairs.prompts) == len(pairs.thoughts) == len(pairs.own_columns) == len(pairs.classes) == 0
 
 
 # ---------------------------------------------------------------------------- a real rollout

@@ -26,18 +26,11 @@ ANSWERS: list[tuple[str, tuple[str, ...], bool]] = [
     ("Up || Left", (UP, LEFT), False),
     ("Up", (UP,), False),
     (" down\n||\tRIGHT ", (DOWN, RIGHT), False),  # blanks around words, any case
-    ("Up||Left", (UP, LEFT), False),
     ("|| Up || || Down ||", (UP, DOWN), False),  # blank items do not count as actions
     ("Up || Left || Down", (UP, LEFT), False),  # extra actions are cut without a penalty
-    ("Up || Left || Jump", (UP, LEFT), False),  # actions beyond the limit are not checked
     ("Jump || Up || Left", (UP,), True),  # cut first, then unknown words dropped
-    ("Jump || Hop || Left", (), True),
-    ("Jump || Up", (UP,), True),
     ("Up Left", (), True),
-    ("Up | Left", (), True),
     ("", (), True),
-    (" || ", (), True),
-    ("none", (), True),
     ("<answer>Up", (UP,), False),  # stray tags and markers are removed
     ("<|im_start|>Up <|im_end|>|| Le<think>ft", (UP, LEFT), False),
 ]
@@ -46,27 +39,6 @@ ANSWERS: list[tuple[str, tuple[str, ...], bool]] = [
 @pytest.mark.parametrize(("text", "actions", "invalid"), ANSWERS)
 def test_answers(text: str, actions: tuple[str, ...], invalid: bool) -> None:
     assert read(make_answer(text), max_actions=2) == ParsedReply("why", actions, invalid)
-
-
-NO_ACTION = [
-    *("", "Up", "Up || Left</answer>", "why</think>Up", "why</think><answer>Up", "why <answer>Up</answer>"),
-    *("why</think> so <answer>Up</answer>", "why<\\think><answer>Up</answer>", "why</THINK><ANSWER>Up</ANSWER>"),
-]
-
-
-@pytest.mark.parametrize("text", NO_ACTION)
-def test_what_has_no_thought_and_answer_has_no_action(text: str) -> None:
-    assert read(text, 2) == ParsedReply("", (), True)
-
-
-def test_the_first_match_counts() -> None:
-    reply = "a</think><answer>Up</answer>b</think><answer>Left</answer>"
-    assert read(reply, 2) == ParsedReply("a", (UP,), False)
-    # A closing tag that no answer follows belongs to the thought, whose tags are then taken out.
-    reply = "a</think> so <answer>Up</answer></think><answer>Left</answer>"
-    assert read(reply, 2) == ParsedReply("a so Up", (LEFT,), False)
-    # Space may stand between thought and answer, and both may have lines.
-    assert read("a\nb</think> \n\t<answer>Up\n||\nLeft</answer> and more", 2) == ParsedReply("a\nb", (UP, LEFT), False)
 
 
 def parse_literally(text: str, limit: int) -> tuple[list[str], bool]:
@@ -214,12 +186,3 @@ def test_the_compact_prompt() -> None:
     prompt_template = make_prompt_template(Sokoban(), "compact", 10)
     assert prompt_template.format_first_turn(Observation(1, LEVEL_123, 10)) == COMPACT_OPENING
     assert prompt_template.format_next_turn(Observation(3, LEVEL_123, 8, last_reward=-0.2)) == COMPACT_FOLLOWING
-
-
-@pytest.mark.parametrize(
-    ("reward", "reward_text"), [(0.0, "0.0"), (-0.1 - 0.1, "-0.2"), (-0.1 + 1.0 - 0.1 - 1.0, "-0.2"), (0.9, "0.9")]
-)
-@pytest.mark.parametrize("style", ["full", "compact"])
-def test_rewards_are_shown_with_one_digit(style: str, reward: float, reward_text: str) -> None:
-    text = make_prompt_template(Sokoban("grid"), style, 10).format_next_turn(Observation(2, LEVEL_123, 9, reward))
-    assert text.startswith(f"\n<|im_start|>user\nReward:\n{reward_text}\n")

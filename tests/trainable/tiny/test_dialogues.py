@@ -1,7 +1,6 @@
 """Dialogues of every tiny policy: what is shown is what the game says, and plans are what they claim to be."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from trainable.envs.level_sets import make_demonstration_levels
 from trainable.envs.prompts import parse_reply
 from trainable.tiny import frozen_lake
 from trainable.tiny.dialogues import Habits, Segment
-from trainable.tiny.policies import FROZENLAKE_TINY, MASTERMIND_TINY, TURN_POLICIES
+from trainable.tiny.policies import MASTERMIND_TINY, TURN_POLICIES
 from trainable.tiny.recipe import TinyPolicy
 from trainable.tiny.tokenizer import UNKNOWN
 
@@ -78,15 +77,6 @@ def test_paths_avoid_holes_and_are_shortest_unless_they_begin_with_a_detour() ->
                 assert len(plan.actions) > distances[state.player] or distances[cells[0]] == distances[state.player] - 1
             else:
                 assert len(plan.actions) == distances[state.player]
-
-
-def test_without_slips_the_shortest_path_is_walked() -> None:
-    policy = replace(FROZENLAKE_TINY, source=FrozenLake(success_rate=1.0))
-    for segments in demonstrate(policy, Habits(), 24):
-        replies = read_replies(policy, segments)
-        plan = replies[0][0].rsplit(" ", 1)[1]
-        walked = [name[0] for _, actions, _ in replies for name in actions]
-        assert len(walked) == min(len(plan), 10)
 
 
 def test_guesses_are_possible_unless_they_are_detours() -> None:

@@ -152,28 +152,6 @@ def test_a_detour_is_one_wasted_legal_move_in_a_level_that_stays_solvable() -> N
     assert detour_count > 100
 
 
-def make_turns(habits: Habits) -> list[Turn]:
-    seeds = [(level, 1000 * number + level.seed) for level in LEVELS for number in range(3)]
-    return [turn for level, seed in seeds for turn in read_turns(make_segments(level, habits, seed))]
-
-
-@pytest.mark.long
-def test_unfinished_replies_are_malformed_and_careless_ones_depart_from_a_right_thought() -> None:
-    share = np.mean([turn.actions == () for turn in make_turns(Habits(unfinished=0.3))])
-    assert share == pytest.approx(0.3, abs=0.04)
-    # One in sixteen random pairs equals the plan.
-    for probability, tolerance in ((0.5, 0.04), (0.0, 0.0)):
-        turns = [turn for turn in make_turns(Habits(careless=probability)) if turn.plan]
-        share = np.mean([turn.actions != tuple(turn.plan[:2]) for turn in turns])
-        assert share == pytest.approx(probability * 15 / 16, abs=tolerance)
-
-
-def test_the_reward_shown_is_that_of_the_turn_before() -> None:
-    (segment,) = [s for s in make_segments(LEVELS[0], Habits()) if "Reward:" in s.text]
-    assert "Reward:\n-0.2\nTurn 2:\n" in segment.text
-    assert "8 actions left" in segment.text
-
-
 def test_levels_are_shown_in_all_eight_views_and_equal_streams_give_equal_dialogues() -> None:
     def make_shown_dialogues(seed: int) -> list[list[Segment]]:
         rng, luck_rng = np.random.default_rng(seed), np.random.default_rng(0)

@@ -7,7 +7,7 @@ import pytest
 from search_spaces.catalog import STUDIES
 from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.family import PPO, as_run_config
-from tests.fakes.command_line import assert_refused, get_output, type_words
+from tests.fakes.command_line import assert_refused, type_words
 from tests.fakes.plans import plan_study
 from tests.trainable.test_part_checks import SAVED_TEXTS
 from trainable.config.own_parts import PartFile
@@ -118,8 +118,6 @@ def test_a_game_brings_its_settings_and_typed_ones_take_precedence(tmp_path: Pat
     env = plan_from_options(STUDIES["kl"], ChosenPreset("laptop", "a test"), options).ppo_config.env
     assert (env.max_turn, env.max_actions_per_turn, env.max_actions_per_traj) == (2, 1, 1)
     words = ("run", "kl", "--preset", "laptop", "--output", str(tmp_path / "out"), "--dry-run", "--env")
-    output = get_output(type_words(*words, "bandit.py:Bandit"))
-    assert "Groups before training" not in output
     assert_refused(type_words(*words, "bandit.py"), "or a game of yours as FILE.py:NAME")
     Path("bandit.py").write_text("class Bandit:\n    settings = [1]\n")
     assert_refused(

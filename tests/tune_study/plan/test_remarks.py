@@ -8,8 +8,6 @@ from pkgutil import resolve_name
 import pytest
 import torch
 
-from sandboxes.distillation.settings import REMARKS as DISTILLATION_REMARKS
-from sandboxes.update_rules.family import REMARKS as UPDATE_RULE_REMARKS
 from search_spaces.catalog import STUDIES
 from search_spaces.command_study import REMARKS as COMMAND_REMARKS
 from search_spaces.declaration.study import Axis, Study
@@ -25,8 +23,6 @@ from tune_study.plan.remarks import PPO_REMARKS
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.plan.typed_settings import collect_overrides
 
-REMARKS = [*PPO_REMARKS, *UPDATE_RULE_REMARKS, *DISTILLATION_REMARKS]
-TOP_K = "method=OPDTopKReverseKL vocab_size=8 warmup_steps=0"
 # For each remark a study, settings, and what is set in addition with the remark, and nearest to it without.
 CASES = [
     ("top-p", "env.max_turn=5 rollout.response_length=24", "rollout.max_model_len=120", "rollout.max_model_len=121"),
@@ -40,16 +36,13 @@ CASES = [
     ("top-p", "", "trainer.critic_warmup=61", "trainer.critic_warmup=60"),
     ("top-p", "", "actor.ppo_mini_batch_size=256", "actor.ppo_mini_batch_size=128"),
     ("top-p", "rollout.name=torch model.compiled_passes=false", "model.dtype=bfloat16", "model.dtype=float32"),
-    ("sandbox", "", "lr=1", "lr=0.99"),
-    ("opd", f"{TOP_K} normalize_top_k=true", "top_k=1", "top_k=2"),
-    ("opd", TOP_K, "top_k=9", "top_k=8"),
 ]
 
 
 def test_every_remark_has_a_case() -> None:
     tables = [resolve_name(name) for name in {family.remarks for family in list_families()} if name]
     # That of commands is in test_command_study.py.
-    assert sum(map(len, tables)) - len(COMMAND_REMARKS) == len(REMARKS) == len(CASES)
+    assert sum(map(len, tables)) - len(COMMAND_REMARKS) == len(PPO_REMARKS) == len(CASES)
 
 
 def find_remarks(plan: StudyPlan) -> tuple[str, ...]:
@@ -69,7 +62,7 @@ def test_processors_with_bfloat16() -> None:
     assert not remarks.has_bfloat16("flags: fma avx2 avx512f")
 
 
-@pytest.mark.parametrize(("remark", "case"), list(zip(REMARKS, CASES, strict=True)))
+@pytest.mark.parametrize(("remark", "case"), list(zip(PPO_REMARKS, CASES, strict=True)))
 def test_a_remark_is_of_its_settings_and_not_of_the_nearest_others(
     remark: Remark, case: tuple[str, str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,23 +83,13 @@ def test_rows_keep_their_order_and_a_map_of_a_parquet_file_is_a_context(tmp_path
     [
         ({**ROW, "question": 3}, "field `question`: input should be a valid string"),
         ({**ROW, "question": " "}, "field `question`: a text, or a `prompt`"),
-        (without("question"), "field `question`: a text, or a `prompt`"),
         ({**without("question"), "prompt": [{"role": "user"}]}, "field `prompt[0].content`: field required"),
-        ({**without("question"), "prompt": MESSAGES[1:2]}, "field `question`: a text, or a `prompt`"),
         (without("papers"), "field `papers`: a list of papers is needed"),
-        ({**ROW, "papers": []}, "field `papers`: a list of papers is needed"),
         ({**ROW, "papers": [{"paperId": "p1"}]}, "field `papers[0].text`: field required"),
-        ({**ROW, "papers": [{"text": "p1"}]}, "field `papers[0].paperId`: field required"),
-        ({**ROW, "papers": [PAPERS[0], {**PAPERS[1], "text": 1}]}, "field `papers[1].text`: input should be a valid"),
         ({**ROW, "papers": [PAPERS[0], PAPERS[0]]}, "field `papers`: two papers have the same id"),
         ({**without("papers"), "context_text": "no JSON"}, "field `context_text`: input should be a valid dictionary"),
         ({**without("papers"), "context": {"a": 1}}, "field `context.a`: input should be a valid string"),
         (without("evidence"), "field `reward_spec`: `evidence` with at least one selection"),
-        ({**ROW, "evidence": []}, "field `reward_spec`: `evidence` with at least one selection"),
-        ({**ROW, "evidence": make_evidence("")}, "field `evidence[0].selections[0].text`: string should"),
-        ({**ROW, "reward_spec": "{"}, "field `reward_spec`: input should be a valid dictionary"),
-        ({**ROW, "question": "cut \ud83d"}, "field `question`: value error, has half of a character"),
-        ({**without("papers"), "context": {"\ud83d": "One two."}}, "field `context."),
         ({**ROW, "evidence": make_evidence("nowhere")}, "field `reward_spec`: no passage of the evidence"),
         ([1], "field `the row`: input should be a valid dictionary"),
     ],
@@ -112,17 +102,12 @@ def test_a_wrong_row_is_named_with_its_field(tmp_path: Path, row: object, messag
 
 
 def test_a_wrong_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataFileError, match=r"a.txt: a data file ends in .jsonl or .parquet"):
-        read_questions(tmp_path / "a.txt")
-    with pytest.raises(DataFileError, match="cannot be read"):
-        read_questions(tmp_path / "a.jsonl")
     (tmp_path / "a.parquet").write_bytes(b"no parquet")
-    with pytest.raises(DataFileError, match="cannot be read"):
-        read_questions(tmp_path / "a.parquet")
-    for content, message in ((b"{", "line 1 is no JSON"), (b"\xff\n", "line 1 is no JSON"), (b"", "has no row")):
-        (tmp_path / "b.jsonl").write_bytes(content)
-        with pytest.raises(DataFileError, match=message):
-            read_questions(tmp_path / "b.jsonl")
-    (tmp_path / "b.jsonl").write_text("[" * 100_000)
-    with pytest.raises(DataFileError, match="line 1: brackets are nested too deeply"):
-        read_questions(tmp_path / "b.jsonl")
+    (tmp_path / "b.jsonl").write_bytes(b"{")
+    (tmp_path / "c.jsonl").write_bytes(b"")
+    (tmp_path / "d.jsonl").write_text("[" * 100_000)
+    problems = {"a.parquet": "cannot be read", "b.jsonl": "line 1 is no JSON", "c.jsonl": "has no row"}
+    problems |= {"a.txt": "a data file ends in .jsonl or .parquet", "d.jsonl": "line 1: brackets are nested too deeply"}
+    for name, message in problems.items():
+        with pytest.raises(DataFileError, match=f"{name}.* {message}"):
+            read_questions(tmp_path / name)

@@ -28,17 +28,8 @@ def make_cases(names: tuple[str, ...], settings: Mapping[str, object], words: st
     return [({**SEQUENCE, **REQUIRED_SETTINGS.get(name, {}), "method": name, **settings}, words) for name in names]
 
 
-OUT_OF_BOUNDS: dict[str, object] = {
-    "task": "go", "method": "PPO", "delay": -1, "batch_size": 0, "lr": 0.0, "hidden": 0, "d_model": 0, "nhead": 0,
-    "num_layers": 0, "baseline": "mean", "inner_epochs": 0, "group_size": 0, "replay_capacity": -1,
-    "replay_age_decay": -0.1, "replay_priority": "age", "seq_len": 0, "score_len": 0, "vocab_size": 0,
-    "context_len": 0, "kl_weight": -0.1, "reward_noise": 1.5, "reward_noise_mode": "flip", "kondo_keep": 0.0,
-    "clip_low": -0.1, "clip_high": -0.1, "iw_cap": 0.0, "grpo_beta": -0.1, "uncertainty_scale": -1.0,
-    "uncertainty_threshold": -1.0, "distill_alpha": -1.0, "eta": -1.0, "tpo_eta": -1.0, "guard_strength": 2.0,
-}  # fmt: skip
-BOUND_CASES: list[Case] = [({key: value}, f"{key}={value}: must be ") for key, value in OUT_OF_BOUNDS.items()]
 NUMBER_CASES: list[Case] = [
-    ({"kondo_keep": 1.5}, "kondo_keep=1.5"),
+    ({"kondo_keep": 1.5}, "kondo_keep=1.5: must be "),
     ({"reward_noise": -0.1}, "reward_noise=-0.1"),
     ({"trainer": {"total_training_steps": 0}}, "total_training_steps=0"),
     ({"trainer": {"test_freq": 0}}, "test_freq=0"),
@@ -46,7 +37,6 @@ NUMBER_CASES: list[Case] = [
     *make_cases(("PMDMean",), {"eta": 0}, "set eta=1"),
     *make_cases(TARGET, {"tpo_eta": 0}, "set tpo_eta=1"),
     ({"delay": 1000}, "set num_steps above 1000"),
-    ({"batch_size": 2_000_000}, "a tensor of this run would have 1568000000 entries"),
     *make_cases(CLIPPED, {"clip_low": 1.0}, "set clip_low=0.2"),
 ]
 SHAPE_CASES: list[Case] = [
@@ -103,7 +93,7 @@ REGIME_CASES: list[Case] = [
     *make_cases(("TPOFullAction",), {"replay_capacity": 1}, "set delay=0 replay_capacity=0 inner_epochs=1"),
     *make_cases(("TPOFullAction",), {"inner_epochs": 2}, "set delay=0 replay_capacity=0 inner_epochs=1"),
 ]
-REFUSED_CASES = [*BOUND_CASES, *NUMBER_CASES, *SHAPE_CASES, *NOISE_CASES, *REGIME_CASES]
+REFUSED_CASES = [*NUMBER_CASES, *SHAPE_CASES, *NOISE_CASES, *REGIME_CASES]
 
 
 def get_rejection(settings: Mapping[str, object]) -> str:
@@ -142,9 +132,3 @@ def test_every_rejection_has_a_case() -> None:
 )
 def test_shared_noise_suits_every_task_and_sequences_have_their_own(task: str, mode: str) -> None:
     UpdateRuleConfig.model_validate({"task": task, "reward_noise": 0.2, "reward_noise_mode": mode})
-
-
-@pytest.mark.parametrize("method", ["CE", "REINFORCE", "PG", "TrajPG", "ASPO", "R2VPO", "DG", "Kondo", "GRPO", "TPO"])
-@pytest.mark.parametrize("task", TASKS)
-def test_rules_without_a_restriction_run_on_every_task(method: str, task: str) -> None:
-    UpdateRuleConfig.model_validate({"method": method, "task": task})

@@ -45,17 +45,6 @@ def test_threshold_is_the_root(case: Case, share: float) -> None:
         assert level == pytest.approx(root, abs=(ends[1] - ends[0]) / 2**20)
 
 
-def test_the_kept_share_is_kondo_keep_on_average() -> None:
-    case = make_random_case(0, "Kondo", 2, 2000, 2, kondo_keep=0.3)
-    uniforms = torch.rand(case.rollouts.rewards.shape, generator=torch.Generator().manual_seed(0))
-    screened, metrics = screen_rollouts(case.rollouts, uniforms, case.config)
-    assert metrics["gate_prob_mean"].tolist() == pytest.approx([0.3, 0.3], abs=1e-4)
-    num_rollouts = case.rollouts.keep_mask.sum(1)
-    assert metrics["kept_frac"].tolist() == pytest.approx((screened.keep_mask.sum(1) / num_rollouts).tolist(), rel=1e-6)
-    bound = 4 * (0.3 * 0.7 / num_rollouts).sqrt()  # four standard deviations of a share of that many draws
-    assert ((metrics["kept_frac"] - 0.3).abs() < bound).all()
-
-
 @given(case=cases(("Kondo",)), share=shares, seed=st.integers(0, 99))
 @examples
 def test_a_rollout_is_kept_where_its_uniform_is_below_its_probability(case: Case, share: float, seed: int) -> None:

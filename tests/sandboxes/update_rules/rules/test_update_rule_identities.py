@@ -13,8 +13,6 @@ from sandboxes.update_rules.rollouts import Candidates, Rollouts
 from sandboxes.update_rules.training.make import UPDATE_RULES
 from tests.oracles.update_rules import GROUPED
 from tests.strategies.update_rules import Case, cases, examples, make_config, make_random_case
-from trainable.algo.advantages import group_skill
-from trainable.algo.target_policy import target_policy_loss
 
 REINFORCE_AT_RATIO_1 = ("PG", "TrajPG", "ASPO", "R2VPO")
 
@@ -134,26 +132,6 @@ def test_gradient_of_tpo_is_p_minus_q(case: Case) -> None:
         q = torch.softmax(anchor + z, -1)
         expected = ((p - q) / p.shape[1]).flatten(1).unsqueeze(-1).expand_as(taken_log_probs)
         torch.testing.assert_close(gather_taken(case, compute_gradient(case, method)), expected)
-
-
-@given(case=cases(("TPO",)))
-@examples
-def test_tpo_is_the_loss_that_fine_tunes_language_models(case: Case) -> None:
-    """`trainable.algo` has full groups that are named by number. The sandbox has rows of groups, some left out."""
-    case = keep_all(case)
-    sandbox_gradient = compute_gradient(case)
-    for member, log_probs in enumerate(case.log_probs):
-        table, rollouts = log_probs.clone().requires_grad_(), case.rollouts
-        sums = table.gather(-1, rollouts.actions[member].unsqueeze(-1)).sum((-2, -1))
-        groups, mask = torch.arange(len(sums)) // 3, torch.ones(len(sums), 1, dtype=torch.bool)
-        skills = group_skill(rollouts.rewards[member], groups, mask).squeeze(-1)
-        old_sums = rollouts.behavior_log_probs[member].sum(-1)
-        target_loss = target_policy_loss(sums, old_sums, skills, groups, case.config.tpo_eta)
-        (algo_gradient,) = torch.autograd.grad(target_loss.loss, table)
-        torch.testing.assert_close(sandbox_gradient[member], algo_gradient)
-        rule_loss = UPDATE_RULES["TPO"](rollouts, case.log_probs, case.config)
-        torch.testing.assert_close(rule_loss.loss[member], target_loss.loss.detach())
-        torch.testing.assert_close(rule_loss.metrics["tpo_target_entropy"][member], target_loss.entropy)
 
 
 @given(case=cases(("GroupPG",)))

@@ -154,24 +154,16 @@ def test_mnists_files_are_read(tmp_path: Path, zipped: bool) -> None:
 
 
 def test_files_that_are_not_mnists_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"neither train-images-idx3-ubyte nor train-images-idx3-ubyte\.gz"):
+    with pytest.raises(ValueError, match=r"no usable file train-images-idx3-ubyte or train-images-idx3-ubyte\.gz"):
         read_images(str(tmp_path))
     write_idx(tmp_path, zipped=False)
     label_path = tmp_path / "t10k-labels-idx1-ubyte"
     label_bytes = label_path.read_bytes()
-    label_path.write_bytes(label_bytes[:-1])
-    with pytest.raises(ValueError, match=r"t10k-labels-idx1-ubyte is not MNIST's: 10007 bytes"):
-        read_images(str(tmp_path))
-    label_path.write_bytes(label_bytes[:-1] + bytes([10]))
-    with pytest.raises(ValueError, match="a label is above 9"):
-        read_images(str(tmp_path))
-    label_path.unlink()
-    gzip_path = tmp_path / f"{label_path.name}.gz"
-    label_gzip = gzip.compress(label_bytes)
-    # No gzip file, a truncated one, and one with a deflate block of a type that does not exist.
-    for content in (b"not", label_gzip[:-20], label_gzip[:10] + bytes([0xFF] * 40) + label_gzip[50:]):
-        gzip_path.write_bytes(content)
-        with pytest.raises(
-            ValueError, match=r"t10k-labels-idx1-ubyte\.gz cannot be unpacked \(.+\)\. Download it again\."
-        ):
+    for content, problem in ((label_bytes[:-1], "cannot reshape"), (label_bytes[1:], "it begins with 00 08 01")):
+        label_path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"no usable file t10k-labels-idx1-ubyte .*{problem}"):
             read_images(str(tmp_path))
+    label_path.unlink()
+    (tmp_path / f"{label_path.name}.gz").write_bytes(gzip.compress(label_bytes)[:-20])
+    with pytest.raises(ValueError, match=r"Compressed file ended .* set mnist_folder=null for synthetic images"):
+        read_images(str(tmp_path))

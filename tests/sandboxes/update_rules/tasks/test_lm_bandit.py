@@ -1,5 +1,6 @@
 """Tests of the language-model bandit: its text, stacked weights, rewards, KL penalties and evaluation."""
 
+import hashlib
 import itertools
 import json
 import math
@@ -11,8 +12,6 @@ import torch
 from sandboxes.toys.rngs import MemberRngs
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from sandboxes.update_rules.tasks.lm_bandit import (
-    SHIPPED_PASSAGES,
-    SHIPPED_TEXT,
     LanguageModelBandit,
     LanguageModelEnsemble,
     make_sokoban_passages,
@@ -161,10 +160,10 @@ def test_evaluation_is_over_windows_that_do_not_overlap() -> None:
     assert {name: float(value[0]) for name, value in metrics.items()} == pytest.approx(expected, abs=1e-3, rel=1e-3)
 
 
-def test_the_shipped_text_is_made_by_its_recipe() -> None:
-    passages = read_passages(SHIPPED_TEXT)
-    assert len(passages) == SHIPPED_PASSAGES
-    assert passages[:5] == make_sokoban_passages(5)
+def test_the_default_text_stays_as_it_is() -> None:
+    passages = make_sokoban_passages()
+    digest = hashlib.sha256("\n".join(passages).encode()).hexdigest()
+    assert digest == "c514347c9ed8935d5c1445b3e7512b1fb14330e68d2d85f3160ba484dc647178"
     tokenizer = load_policy("sokoban-tiny", torch.device("cpu")).tokenizer
     tokens = read_tokens(None, tokenizer, 128)
     token_ids = torch.cat(tokens).tolist()
@@ -188,11 +187,9 @@ def test_a_text_is_its_lines_or_passages_and_its_last_quarter_is_for_evaluation(
     ("name", "content", "message"),
     [
         ("short.txt", b"UP\nDOWN\n", "context_len=10 needs 11 and 33"),
-        ("bytes.txt", b"\xff\xfe\xff", "cannot be read"),
-        ("broken.jsonl", b'"UP\n', "is not JSON Lines"),
-        ("numbers.jsonl", b"1\n2\n", "not strings"),
-        ("empty.txt", b"", "context_len=10 needs 11 and 33"),
-        (None, b"", "cannot be read"),
+        ("broken.jsonl", b'"UP\n', "cannot be read: Unterminated string"),
+        ("numbers.jsonl", b"1\n2\n", "cannot be read: a line is not a string"),
+        (None, b"", "cannot be read: .*No such file"),
     ],
 )
 def test_other_texts_and_contexts_are_refused(tmp_path: Path, name: str | None, content: bytes, message: str) -> None:

@@ -52,14 +52,3 @@ def test_a_gradient_is_per_member_and_zero_where_nothing_depends() -> None:
     gradients = member_adam.split_by_parameter(gradient)
     assert [tensor.shape for tensor in gradients] == [value.shape for value in weights.values()]
     assert gradients[1].tolist() == [[1.0] * 5, [2.0] * 5, [0.0] * 5]
-
-
-def test_a_loaded_state_continues() -> None:
-    weights_a, weights_b = make_stacked_weights(), make_stacked_weights()
-    adam_a, adam_b = MemberAdam(weights_a, 0.1), MemberAdam(weights_b, 0.1)
-    for step in range(2):
-        adam_a.step(adam_a.compute_gradient(compute_loss(weights_a, step)))
-    adam_b.load_state_dict({name: value.clone() for name, value in adam_a.state_dict().items()})
-    for optimizer, weights in ((adam_a, weights_a), (adam_b, weights_b)):
-        optimizer.step(optimizer.compute_gradient(compute_loss(weights, 2)))
-    assert all(torch.equal(weights_a[name], weights_b[name]) for name in weights_a)

@@ -148,16 +148,6 @@ def test_a_member_without_mixed_groups_ends_and_the_others_continue_unchanged() 
         assert [row.keys() for row in rows[seed]] == [row.keys() for row in expected_rows[seed]]
 
 
-def test_the_ages_of_the_others_are_counted_through_the_end_of_one() -> None:
-    settings = make_grouped_config(replay_capacity=8, replay_priority="uniform")
-    rows = run_ensemble(make_trainer(settings, uniform_from={1: 0}))
-    assert [row["step"] for row in rows[1]] == [0, 2]
-    expected_rows = run_ensemble(make_trainer(settings, (0, 2)))
-    for name in ("age_mean", "age_std", "effective_age"):
-        for seed in (0, 2):
-            assert [row[name] for row in rows[seed]] == [row[name] for row in expected_rows[seed]]
-
-
 def test_an_end_at_an_evaluation_writes_one_row_and_all_members_may_end_at_once() -> None:
     rows = run_ensemble(make_trainer(make_grouped_config(), uniform_from={1: 3}))
     assert [row["step"] for row in rows[1]] == [0, 5]

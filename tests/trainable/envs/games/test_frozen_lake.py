@@ -112,14 +112,6 @@ def test_texts() -> None:
     assert [game.read_action(word) for word in ("none", "")] == [None, None]
 
 
-def test_twins_have_one_key() -> None:
-    game = FrozenLake()
-    (level,) = game.make_levels([123])
-    twins = [Lake(0, np.rot90(side, turns)) for side in (level.tiles, level.tiles.T) for turns in range(4)]
-    assert {twin.key for twin in twins} == {level.key}
-    assert len({level.key for level in game.make_levels(range(64))}) > 32
-
-
 @pytest.mark.slow
 def test_test_maps_are_in_no_other_set() -> None:
     game = FrozenLake()
