@@ -29,12 +29,6 @@ def test_conserved_rewards_equal_the_loop(batch: Sequences) -> None:
     assert not moved_rewards[~batch.mask].any()
 
 
-def test_a_reward_moves_back_to_the_last_trained_token_or_else_forward_to_the_first() -> None:
-    rewards = torch.tensor([[1.0, 2.0, 4.0, 8.0, 16.0], [1.0, 2.0, 4.0, 8.0, 16.0]])
-    mask = torch.tensor([[False, True, False, True, False], [False] * 5])
-    assert conserve_rewards(rewards, mask).tolist() == [[0, 7, 0, 24, 0], [0] * 5]
-
-
 @examples
 @given(sequences(), discounts, discounts)
 def test_gae_equals_the_literal_double_sum(batch: Sequences, gamma: float, lam: float) -> None:
