@@ -15,8 +15,9 @@ import pytest
 from rich.console import Console
 
 from tests.fakes.scripted import SMALL_SETTINGS
-from tests.fakes.trainers import QUIET_SETTINGS
+from tests.fakes.trainers import QUIET_SETTINGS, make_quiet_trainer
 from trainable.backend.gpus import make_bundles
+from trainable.backend.torch_backend import TorchBackend
 from tune_study.plan.study_plan import ResourcePlan
 from tune_study.tune.local_ray import prepare_environment, start_local_ray
 
@@ -68,9 +69,6 @@ def run_trial(folder: Path, **overrides: object) -> tuple[list[dict[str, Any]], 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_trial_of_two_ranks_writes_the_rows_of_one(tmp_path: Path, declared_gpus: None, stage: int) -> None:
-    from tests.fakes.trainers import make_quiet_trainer
-    from trainable.backend.torch_backend import TorchBackend
-
     rows, result = run_trial(tmp_path, **{"trainer.zero_stage": stage})
     assert result.error is None
     assert len(rows) == 2
@@ -86,8 +84,6 @@ def test_a_trial_of_two_ranks_writes_the_rows_of_one(tmp_path: Path, declared_gp
 
 def test_two_ranks_shard_the_rollouts_of_a_group_under_the_tpo_loss(tmp_path: Path, declared_gpus: None) -> None:
     """A pass over the full mini-batch with the current weights precedes each optimizer step of DeepSpeed."""
-    from tests.fakes.trainers import make_quiet_trainer
-
     settings = {"actor.policy_loss": "tpo", "algorithm.adv_estimator": "group_skill", "actor.ppo_epochs": 2}
     rows, result = run_trial(tmp_path, **settings)
     assert result.error is None

@@ -3,11 +3,14 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.fakes.scripted import (
     make_hub_twin,
@@ -17,22 +20,19 @@ from tests.fakes.scripted import (
 )
 from tests.fakes.trainers import make_quiet_trainer
 from tests.strategies.examples import thin_out
-from tests.trainable.algo.test_vocabulary import LargestTensorMode
 from trainable.algo.batching import order_length_stratified
 from trainable.algo.losses import logprobs_from_logits
 from trainable.algo.vocabulary import logprobs_from_hidden
 from trainable.backend.meter import Meter
 from trainable.backend.torch_backend import TorchBackend
-from trainable.config.sections import ActorConfig, CriticConfig, ModelConfig
+from trainable.config.sections import ActorConfig, CriticConfig
 from trainable.diagnostics.cross_scores import compute_cross_scores
 from trainable.diagnostics.gradient_probe import ROUNDING_TOLERANCE, probe_gradients
 from trainable.models.interface import PassSettings
-from trainable.models.load import Policy, load_policy, make_critic, make_frozen_copy, make_pass_settings
+from trainable.models.load import Policy, make_critic, make_frozen_copy
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, compute_at_trained_tokens, update_critic
 from trainable.rollout.episode import Batch, collate
-from trainable.rollout.sampler import SamplingParams
-from trainable.rollout.torch_sampler import TorchSampler
 
 BFLOAT16 = PassSettings(torch.bfloat16)
 RECOMPUTED = PassSettings(recompute=True)
@@ -153,25 +153,6 @@ def test_a_caches_scores_are_not_rounded_to_bfloat16() -> None:
     assert compute_relative_error(hidden, expected) < 0.005
 
 
-def test_cross_scores_and_the_sampler_compute_as_the_network_does() -> None:
-    prompts, thoughts = [[1, 2, 3], [4]], [[5, 6, 1], [5, 7, 8, 2]]
-    assert measure_bfloat16_error(lambda model: compute_cross_scores(model, prompts, thoughts)) < 0.02
-
-    def sample_logprobs(model: Qwen2) -> Tensor:
-        """Sample greedy replies to one prompt, and return their log-probs."""
-        params, rng = SamplingParams(0.0, 4, 22), np.random.default_rng(0)
-        conversation = TorchSampler(model).start_conversation([[1, 2, 3]], 2, params, rng)
-        reply, _ = conversation.sample_replies([0, 1], [[], []])
-        positions = torch.arange(2, 2 + len(reply.token_ids))
-        row = torch.tensor([[1, 2, 3, *reply.token_ids.tolist()]])
-        logprobs = TokenFunction.for_logprobs(model, 1.0)(row, positions, row[0, positions + 1])
-        torch.testing.assert_close(torch.from_numpy(reply.logprobs), logprobs.detach(), rtol=0, atol=0.05)
-        return torch.from_numpy(reply.logprobs[:1])
-
-    sample_logprobs(make_wide_model(BFLOAT16))
-    sample_logprobs(make_wide_model(PassSettings()))
-
-
 # ---------------------------------------------------------------------------- float16, and a head in float32
 
 FLOAT16 = PassSettings(torch.float16)
@@ -267,12 +248,6 @@ def test_a_filler_gives_no_nan_in_float16() -> None:
     assert torch.isfinite(bias.to(torch.float16)).all()
 
 
-def test_compiled_passes_ignore_the_head() -> None:
-    trainer = make_quiet_trainer(model__head_dtype="float32")
-    assert trainer.model.model.pass_settings.compiled
-    assert trainer.step().row["nonfinite_updates"] == 0
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", thin_out(["float16", "bfloat16"], 2))
 def test_a_head_in_float32_gives_every_network_and_the_sampler_float32_logits(dtype: str) -> None:
@@ -360,6 +335,18 @@ def run_update(
     return actor.run(batch, targets, order_length_stratified(batch.lengths)).compute_means()
 
 
+class LargestTensorMode(TorchDispatchMode):
+    """Record the number of elements of the largest tensor that any operation creates."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        tensors = [value for value in tree_leaves(output) if isinstance(value, Tensor)]
+        self.elements = max([self.elements, *(tensor.numel() for tensor in tensors)])
+        return output
+
+
 BOUND = 40_000
 
 
@@ -408,14 +395,6 @@ def test_settings_reach_every_network_of_a_run() -> None:
     assert row["nonfinite_updates"] == 0
     assert abs(row["kl_loss"]) < 1
     assert make_quiet_trainer().model.model.pass_settings == PassSettings(compiled=True)
-
-
-def test_settings_are_read_from_the_model_section() -> None:
-    assert make_pass_settings(ModelConfig()) == PassSettings(torch.bfloat16, True)
-    assert make_pass_settings(ModelConfig(compiled_passes=True)).compiled
-    assert make_pass_settings(ModelConfig(dtype="float32", enable_gradient_checkpointing=False)) == PassSettings()
-    assert load_policy("sokoban-tiny", CPU, BFLOAT16).model.model.pass_settings == BFLOAT16
-    assert load_policy("sokoban-tiny", CPU).model.model.pass_settings == PassSettings()
 
 
 @pytest.mark.parametrize("tied", [True, False])
