@@ -332,29 +332,6 @@ def test_training_episodes_branch_and_those_of_validations_do_not() -> None:
     assert branched_row["sampled_tokens"] < plain_row["sampled_tokens"]
 
 
-def test_branches_go_with_further_batches_masks_and_analyses() -> None:
-    settings = {
-        "env__group_size": 2,
-        "env__env_groups": 4,
-        "rollout__temperature": 1.0,
-        "filter__rollout_filter_include_zero": False,
-        "filter__max_num_gen_batches": 3,
-        "filter__mask_void_turns": True,
-    }
-    trainer = make_quiet_trainer(**{**TREES, **settings})
-    batches = record_results(trainer, "_prepare_selected")
-    (row,) = run_steps(trainer, 1)
-    (batch, targets, _) = batches[0]
-    assert row["gen_batches"] > 1
-    assert row["masked_episodes"] > 0
-    assert not batch.prefix_trees.any()
-    # Trees of equal number in other groups are other trees, so that advantages sum to 0 in each.
-    advantages = targets.advantages.sum(1) / (targets.advantages != 0).sum(1)
-    assert advantages.view(-1, 2).sum(1).tolist() == pytest.approx([0] * row["groups_kept"], abs=1e-4)
-    analyzed = make_quiet_trainer(**TREES, trainer__gradient_analysis_mode=True)
-    assert analyzed.step().gradients
-
-
 def test_the_published_names_are_aliases() -> None:
     config = apply_overrides(RunConfig(), {"actor_rollout_ref.rollout.ts_n": 3, "actor_rollout_ref.rollout.ts_l": 5})
     assert (config.rollout.ts_n, config.rollout.ts_l, config.rollout.episodes_per_tree) == (3, 5, 16)

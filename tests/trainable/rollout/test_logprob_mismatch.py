@@ -9,7 +9,7 @@ from scipy import stats
 
 from trainable.algo.losses import compute_importance_weights
 from trainable.rollout.engine import EngineMismatchError, check_mismatch, measure_mismatch
-from trainable.runs.failures import classify_failure
+from trainable.runs.failures import NonFiniteError, classify_failure
 
 LOGPROBS = st.floats(-20, 0)
 PAIRS = st.lists(st.tuples(LOGPROBS, LOGPROBS), min_size=1, max_size=30)
@@ -36,15 +36,6 @@ def test_the_columns_are_their_formulas_and_keep_their_bounds(pairs: list[tuple[
     assert 1 / len(pairs) - 1e-12 <= actual.ess_fraction <= 1 + 1e-12
 
 
-def test_the_ess_fraction_is_the_fraction_of_tokens_that_count() -> None:
-    engine = torch.full((10,), -1.0)
-    trainer = torch.where(torch.arange(10) < 3, engine, engine - 60)
-    assert measure_mismatch(trainer, engine, step=1).ess_fraction == pytest.approx(0.3)
-    actual = measure_mismatch(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -200.0]), step=1)
-    assert actual.ess_fraction == pytest.approx(0.5)
-    assert math.isfinite(actual.kl)
-
-
 def test_kl_and_weights_estimate_over_the_engines_tokens() -> None:
     """Over tokens of the engine's distribution q: E k3 = KL(q || p) and E w f = E_p f, both computed by hand."""
     q, p = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.4, 0.25, 0.2, 0.15])
@@ -57,6 +48,11 @@ def test_kl_and_weights_estimate_over_the_engines_tokens() -> None:
     weights, _ = compute_importance_weights(trainer[None], engine[None], mask, 5.0)
     weighted = weights[0].numpy() * values[tokens]
     assert weighted.mean() == pytest.approx((p * values).sum())
+
+
+def test_a_log_prob_that_is_not_finite_is_no_mismatch() -> None:
+    with pytest.raises(NonFiniteError, match="engine were not finite at step 5"):
+        measure_mismatch(torch.zeros(2), torch.tensor([0.0, torch.nan]), step=5)
 
 
 @pytest.mark.parametrize("mean", [0.0501, 0.7, math.inf, math.nan])
