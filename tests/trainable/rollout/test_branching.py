@@ -27,7 +27,7 @@ from trainable.models.codec import Codec
 from trainable.rollout.engine import recompute_logprobs
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.episode_loop import Branching, RolloutRequest, TurnPlayer, draw_luck
-from trainable.rollout.sampler import Conversation, RowStreams, SampledReply, SamplingParams
+from trainable.rollout.sampler import Conversation, SampledReply, SamplingParams
 from trainable.tiny.policies import FROZENLAKE_TINY
 
 GAME = FrozenLake()
@@ -54,10 +54,10 @@ class RandomSampler:
     conversations: list["RandomConversation"] = field(default_factory=list)
 
     def start_conversation(
-        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, rngs: Sequence[np.random.Generator]
     ) -> Conversation:
-        histories = [list(prompt) for prompt in prompts for _ in range(group_size)]
-        conversation = RandomConversation(self, len(self.conversations), histories, rng.spawn(len(histories)))
+        histories = [list(prompt) for prompt in prompts for _ in range(len(rngs) // len(prompts))]
+        conversation = RandomConversation(self, len(self.conversations), histories, rngs)
         self.conversations.append(conversation)
         return conversation
 
@@ -67,7 +67,7 @@ class RandomConversation(Conversation):
     sampler: RandomSampler
     number: int
     histories: list[list[int]]
-    rngs: list[np.random.Generator]
+    rngs: Sequence[np.random.Generator]
     turn: int = 0
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:

@@ -102,8 +102,8 @@ def run_conversation(
 ) -> list[Turn]:
     """Replies by row, one dict per turn; `script` has the live rows and their new tokens for each later turn."""
     params = SamplingParams(temperature, length, STOP)
-    conversation = sampler.start_conversation(prompts, copies, params, np.random.default_rng(7))
     all_rows = list(range(len(prompts) * copies))
+    conversation = sampler.start_conversation(prompts, params, np.random.default_rng(7).spawn(len(all_rows)))
     turns = [(all_rows, [[]] * len(all_rows)), *script]
     return [dict(zip(turn[0], conversation.sample_replies(*turn), strict=True)) for turn in turns]
 
