@@ -688,8 +688,12 @@ class PPOTrainer:
         flops = {"rollout": phases.estimate_rollout_flops(self.model.shape, list_rollouts(episodes))}
         flops |= phases.estimate_training_flops(self.model.shape, self.config, prepared.batch) if prepared else {}
         peak_flops_per_s = phases.measure_peak_flops(self.device.type, self.model.model.pass_settings.dtype)
-        # FLOP are summed over all ranks, so the peak must be, too.
-        mfu = phases.compute_mfu(flops, timer.seconds, peak_flops_per_s * self.world.size)
+        # FLOP are summed over all ranks, so the peak must be, too. Phases without seconds did not run in this step.
+        mfu = {
+            phase: flop_count / timer.seconds[phase] / (peak_flops_per_s * self.world.size)
+            for phase, flop_count in flops.items()
+            if timer.seconds.get(phase)
+        }
         seconds, cpu_seconds = timer.read()
         self.seconds_total += seconds
         return {

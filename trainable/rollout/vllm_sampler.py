@@ -35,8 +35,6 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 _MEMORY_ASSERTION = "Memory usage increased after sleeping"
 """Part of the message of an assertion at the end of vLLM 0.32's `sleep`."""
 
-_MULTIPROCESSING_VARIABLE = "VLLM_ENABLE_V1_MULTIPROCESSING"
-
 
 @dataclass(frozen=True)
 class EngineSettings:
@@ -278,17 +276,9 @@ def check_weights(
 
 
 def set_environment(environ: dict[str, str] | os._Environ[str], device: torch.device) -> None:
-    """Set the environment variables that vLLM reads, unless they are set already.
-
-    Raises ValueError if vLLM's multiprocessing has been turned on.
-    """
-    # The engine must run in this process, because weights are copied to it as tensors.
-    environ.setdefault(_MULTIPROCESSING_VARIABLE, "0")
-    if environ[_MULTIPROCESSING_VARIABLE] != "0":
-        raise ValueError(
-            f"{_MULTIPROCESSING_VARIABLE}={environ[_MULTIPROCESSING_VARIABLE]} starts vLLM in a separate process, to "
-            f"which weights cannot be copied: type `unset {_MULTIPROCESSING_VARIABLE}`."
-        )
+    """Set the environment variables that vLLM reads, unless they are set already."""
+    # Always: the engine must run in this process, because weights are copied to it as tensors.
+    environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # send nothing over the network
     environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     environ.setdefault("HF_HUB_OFFLINE", "1")  # the model is a local folder

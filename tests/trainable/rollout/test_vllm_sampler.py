@@ -97,7 +97,7 @@ def test_an_engine_sleeps_although_its_neighbor_grew(monkeypatch: pytest.MonkeyP
 
 
 def test_the_environment_is_set_where_the_user_has_not() -> None:
-    environ = {"HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "3"}
+    environ = {"HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "3", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     set_environment(environ, torch.device("cuda"))
     assert environ == {
         "HF_HUB_OFFLINE": "0",
@@ -108,11 +108,6 @@ def test_the_environment_is_set_where_the_user_has_not() -> None:
     }
     set_environment(environ, CPU)
     assert environ["TORCHDYNAMO_DISABLE"] == "1"
-
-
-def test_an_engine_in_another_process_is_refused() -> None:
-    with pytest.raises(ValueError, match="`unset VLLM_ENABLE_V1_MULTIPROCESSING`"):
-        set_environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, CPU)
 
 
 def test_the_shapes_are_those_of_the_model_with_its_tied_head() -> None:
