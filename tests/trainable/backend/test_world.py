@@ -105,19 +105,6 @@ def compute_gradient(trainer: PPOTrainer, passes: object) -> tuple[torch.Tensor,
     return gradient, meter
 
 
-def test_levels_played_by_ranks_are_the_episodes_of_one() -> None:
-    trainer = make_quiet_trainer()
-    levels = [*trainer.levels[0], *trainer.levels[1]]
-    expected_episodes = trainer.roll_out(levels, 3, "sampling")
-    episodes = []
-    for world in make_ranks(3):
-        trainer.world = world
-        episodes += trainer.roll_out(levels, 3, "sampling")
-    for actual, expected in zip(episodes, expected_episodes, strict=True):
-        assert (actual.group, actual.tokens.tolist()) == (expected.group, expected.tokens.tolist())
-        np.testing.assert_allclose(actual.logprobs, expected.logprobs, atol=1e-5)
-
-
 @dataclass(frozen=True)
 class TurnTakingRank(World):
     """A rank that is run after the others: it gathers what they have gathered, and its own object."""

@@ -382,17 +382,6 @@ def test_an_advantage_that_is_not_finite_is_left_out_of_the_record() -> None:
     json.dumps([episode.to_line() for episode in (first, second)], allow_nan=False)
 
 
-def test_rollouts_are_numbered_within_the_groups_that_the_filter_kept() -> None:
-    trainer = make_quiet_trainer(trainer__test_freq=0)
-    group_size = trainer.config.env.group_size
-    episodes = trainer.roll_out(trainer.levels[0], group_size, "sampling")[group_size:]  # without the first group
-    prepared = trainer.prepare_batch(episodes, 1, 2, np.random.default_rng(0))
-    recorded = record_trained_episodes(episodes, prepared, 99, 1, trainer.codec, None)
-    assert [(episode.level, episode.rollout) for episode in recorded] == [
-        (episode.level_seed, number % group_size) for number, episode in enumerate(episodes)
-    ]
-
-
 OWN_COPIES = """
 from trainable.algo import advantages, losses
 

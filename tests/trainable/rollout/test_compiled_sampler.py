@@ -278,21 +278,10 @@ def test_the_stored_machine_code_names_no_class_of_ours() -> None:
         assert "NamedTuple" not in str(kernel.signatures)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "problem"),
-    [
-        ({"hidden_size": 516, "num_attention_heads": 1}, "its hidden size of 516 is above 512"),
-        ({"hidden_size": 12, "num_attention_heads": 2}, "its head size of 6 is not a multiple of 4"),
-        (
-            {"vocab_size": 300_000},
-            "its largest matrix has 4,800,000 elements, and compiled code takes at most 4,000,000",
-        ),
-        ({"intermediate_size": 26}, "its intermediate size of 26 is not a multiple of 4"),
-    ],
-)
-def test_a_model_of_other_sizes_is_refused(sizes: dict[str, object], problem: str) -> None:
-    with pytest.raises(ValueError, match=f"{problem}. Sample in torch with --set rollout.name=torch"):
-        CompiledSampler(Qwen2(make_qwen2_shape(**sizes)))
+def test_a_model_of_other_sizes_is_refused() -> None:
+    message = "its largest matrix has 4,800,000 elements, .* Sample in torch with --set rollout.name=torch"
+    with pytest.raises(ValueError, match=message):
+        CompiledSampler(Qwen2(make_qwen2_shape(vocab_size=300_000)))
 
 
 # ---------------------------------------------------------------------------- the shipped policies

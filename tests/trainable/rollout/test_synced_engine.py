@@ -99,16 +99,6 @@ def test_every_weight_has_noise_of_its_own(rank: int) -> None:
         assert abs(float(torch.corrcoef(torch.stack([noises[a], noises[b]]))[0, 1])) < 0.1, (a, b)
 
 
-def test_the_engine_has_the_noisy_weights_of_the_last_sync() -> None:
-    trainer = make_noisy_trainer(0.05)
-    trainer.step()
-    assert isinstance(trainer.engine, SyncedEngine)
-    expected = dict(iter_noisy_weights(trainer.model, 0.05, make_rng(0, "engine_noise", 1)))
-    actual = dict(iter_hub_weights(trainer.engine.sampler.model))  # type: ignore[attr-defined]
-    assert expected.keys() == actual.keys()
-    assert all(torch.equal(actual[name], weight) for name, weight in expected.items())
-
-
 CORRECTIONS = {
     "tokens": {},
     "masked tokens": {"actor__tis_mode": "token_mask", "actor__tis_imp_ratio_floor": 0.9},
