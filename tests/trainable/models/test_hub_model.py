@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.fakes.hub_models import ARCHITECTURES, VOCAB_SIZE, make_model, make_tokens, make_wrapped_model, write_model
 from tests.fakes.layouts import Rows
 from tests.fakes.scripted import make_hub_twin, make_qwen2_shape, make_random_model
+from tests.strategies.examples import thin_out
 from trainable.diagnostics.cross_scores import compute_cross_scores
 from trainable.models.hub_config import make_shape
 from trainable.models.hub_model import HubModel, load_hub_model
@@ -33,8 +34,9 @@ def assert_close(actual: Tensor, expected: Tensor, limit: float = 1e-4) -> None:
     torch.testing.assert_close(actual, expected, rtol=limit, atol=limit * float(expected.abs().max()))
 
 
-@pytest.fixture(scope="module", params=list(ARCHITECTURES))
+@pytest.fixture(scope="module", params=thin_out(ARCHITECTURES))
 def model_pair(request: pytest.FixtureRequest) -> tuple[Any, HubModel]:
+    """A model and its wrapper. CI takes Llama, joined projections, GPT-2 and a mixture of experts."""
     return make_wrapped_model(request.param)
 
 

@@ -92,8 +92,8 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     assert float((actual - expected).norm() / expected.norm()) < 1e-6
 
 
-@pytest.mark.parametrize("tokens_per_pass", [1, 40, 10_000])
-@pytest.mark.parametrize("micro_batch_size", [1, 4, 8])
+@pytest.mark.parametrize("tokens_per_pass", [1, 40])
+@pytest.mark.parametrize("micro_batch_size", [1, 8])
 def test_any_split_into_passes_gives_the_gradient_of_the_whole_loss(
     monkeypatch: pytest.MonkeyPatch, tokens_per_pass: int, micro_batch_size: int
 ) -> None:

@@ -133,9 +133,7 @@ def test_the_loss_is_the_published_one_in_every_aggregation(mode: str) -> None:
     compare(ActorConfig(**CUT, **kl_settings, loss_agg_mode=mode, entropy_coeff=0.3))
 
 
-@pytest.mark.parametrize(
-    "kl_type", ["kl", "k1", "abs", "mse", "k2", "k3", "full", "kl+", "abs+", "mse+", "low_var_kl+", "k3+"]
-)
+@pytest.mark.parametrize("kl_type", ["kl", "abs", "mse", "full", "low_var_kl+"])
 def test_the_kl_term_is_the_published_one_of_every_kind(kl_type: str) -> None:
     compare(ActorConfig(**CUT, use_kl_loss=True, kl_loss_coef=2.0, kl_loss_type=kl_type))
 
@@ -155,7 +153,7 @@ def test_the_batch_reaches_both_clips_and_every_epoch_repeats_all_mini_batches()
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("tokens", [1, 37, 60, 10_000])
+@pytest.mark.parametrize("tokens", [1, 37])
 def test_gradients_do_not_depend_on_where_passes_are_cut(
     tokens: int, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
