@@ -102,24 +102,6 @@ def test_bfloat16_passes_are_as_near_to_float32_as_those_of_transformers_under_a
         assert compute_relative_error(gradients[name], exact_gradient) < limit, name
 
 
-def test_weights_losses_and_values_are_float32_whatever_the_trunk_computes_in() -> None:
-    model = make_wide_model(BFLOAT16)
-    tokens, positions = make_tokens(), torch.arange(30)
-    logprobs = TokenFunction.for_logprobs(model, 0.8)(tokens, positions, tokens.flatten()[positions + 1])
-    assert logprobs.dtype == torch.float32
-    logits = model.lm_head(model.model.compute_hidden_states(tokens, positions))
-    assert logits.dtype == torch.bfloat16
-    assert torch.equal(logprobs, logprobs_from_logits(logits.float() / 0.8, tokens.flatten()[positions + 1]))
-    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
-    critic = make_critic(Policy(make_wide_model(BFLOAT16), None, Path()), np.random.default_rng(0), CPU)  # type: ignore[arg-type]
-    tokens, positions = make_tokens(), torch.arange(20)
-    hidden = critic.model.compute_hidden_states(tokens, positions)
-    assert hidden.dtype == torch.bfloat16
-    values = critic.compute_values(tokens, positions)
-    assert values.dtype == torch.float32
-    torch.testing.assert_close(values, (hidden.float() @ critic.score.weight.T)[:, 0])
-
-
 def test_a_cache_holds_what_the_network_computes_in_and_grows_to_the_full_passes_numbers() -> None:
     tokens = make_tokens(3, 9)
 

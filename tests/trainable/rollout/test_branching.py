@@ -26,7 +26,7 @@ from trainable.envs.prompts import END_OF_MESSAGE, format_reply, make_prompt_tem
 from trainable.models.codec import Codec
 from trainable.rollout.engine import recompute_logprobs
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.episode_loop import Branching, RolloutRequest, TurnPlayer, draw_luck
+from trainable.rollout.episode_loop import Branching, RolloutRequest, TurnPlayer
 from trainable.rollout.sampler import Conversation, SampledReply, SamplingParams
 from trainable.tiny.policies import FROZENLAKE_TINY
 
@@ -194,31 +194,6 @@ def test_a_branch_is_a_copy_of_its_parent_up_to_its_node_and_new_after_it(
     places = [[0], *(range(1 + branches * n, 1 + branches * (n + 1)) for n in range(rounds))]
     for of_round, lines in zip(places, histories, strict=True):
         assert lines == sorted(tuple(e.tokens.tolist()) for n, e in enumerate(episodes) if n % size in of_round)
-
-
-@pytest.mark.parametrize(("branches", "rounds", "trees"), SHAPES)
-def test_actions_and_random_numbers_replay_the_rewards_of_branches(branches: int, rounds: int, trees: int) -> None:
-    size = 1 + branches * rounds
-    episodes = play(size * trees, branches, rounds)
-    luck = draw_luck(np.random.default_rng(1), len(episodes), LIMITS, 512)
-    for number, tree in enumerate(split_into_trees(episodes, size)):
-        lucks = []
-        for place, episode in enumerate(tree):
-            # Before its node, a branch has the random numbers of its parent, and after it those of its own index.
-            lucks.append(luck[number * size + place].copy())
-            if place:
-                parent = find_parent(tree, place, branches)
-                index = next(n for n, other in enumerate(tree) if other is parent)
-                lucks[place][: episode.prefix_turns] = lucks[index][: episode.prefix_turns]
-            (state,) = GAME.start([LEVELS[episode.group]])
-            for turn, actions in enumerate(episode.turn_actions):
-                outcome = GAME.step([state], [actions], lucks[place][turn][None])
-                penalty = -0.1 * (not episode.turn_validity[turn])
-                assert episode.turn_rewards[turn] == pytest.approx(float(outcome.rewards[0]) + penalty)
-                assert int(outcome.action_counts[0]) == len(actions)
-                (state,) = outcome.states
-            assert bool(outcome.success[0]) == episode.success
-    assert any(e.success for e in episodes) or any(e.stop_reason == StopReason.FAILURE for e in episodes)
 
 
 def test_nodes_are_drawn_uniformly_from_the_root_and_the_starts_of_later_turns() -> None:
