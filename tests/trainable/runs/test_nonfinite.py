@@ -153,7 +153,7 @@ def test_a_setting_that_overflows_ends_with_the_step_and_a_quantity(settings: di
 
 def test_rewards_that_overflow_are_found_with_any_metric_of_the_filter() -> None:
     trainer = make_quiet_trainer(env__format_penalty=-3e38, filter__rollout_filter_metric="length")
-    with pytest.raises(NonFiniteError, match="^rewards of groups were not finite, in step 1$"):
+    with pytest.raises(NonFiniteError, match=r"^rewards of groups were not finite, in step 1$"):
         trainer.step()
 
 
