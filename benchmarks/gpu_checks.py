@@ -363,7 +363,7 @@ def measure_vllm(options: argparse.Namespace) -> Figures:
 
         def sample(sampler: VllmSampler = sampler) -> None:
             params = SamplingParams(1.0, length, policy.stop_token)
-            conversation = sampler.start_conversation([prompt], rows, params, np.random.default_rng(0))
+            conversation = sampler.start_conversation([prompt], params, np.random.default_rng(0).spawn(rows))
             conversation.sample_replies(range(rows), [[] for _ in range(rows)])
 
         figures[f"{name}_s_for_{rows}_replies"] = round(time_calls(sample, options.device, 2), 2)

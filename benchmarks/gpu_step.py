@@ -210,7 +210,8 @@ def make_rollout_phase(policy: Qwen2, episodes: Sequence[Episode]) -> Phase:
     params = SamplingParams(1.0, ROLLOUT_TOKENS, -1)  # no vocabulary has this stop token, so replies have full length
 
     def run() -> None:
-        conversation = TorchSampler(policy).start_conversation(prompts, GROUP_SIZE, params, np.random.default_rng(0))
+        rngs = np.random.default_rng(0).spawn(rows)
+        conversation = TorchSampler(policy).start_conversation(prompts, params, rngs)
         conversation.sample_replies(range(rows), [[] for _ in range(rows)])
 
     prefill_flops = estimate_forward_flops(shape, [opening_length] * len(prompts), len(prompts), 0)

@@ -160,8 +160,8 @@ def count_equal_replies(trainer: PPOTrainer, model: Any, prompts: Sequence[list[
     length = trainer.config.rollout.response_length
     params = SamplingParams(0.0, length, trainer.stop_token, trainer.other_stop_tokens)
     with trainer.engine.wake_up():
-        rng = np.random.default_rng(0)
-        conversation = trainer.engine.sampler.start_conversation(prompts, 1, params, rng)
+        rngs = np.random.default_rng(0).spawn(len(prompts))
+        conversation = trainer.engine.sampler.start_conversation(prompts, params, rngs)
         replies = conversation.sample_replies(list(range(len(prompts))), [[]] * len(prompts))
     equal = 0
     for prompt, reply in zip(prompts, replies, strict=True):

@@ -18,7 +18,7 @@ from trainable.envs.prompts import ChatFormat
 from trainable.files.step_phase import STEP_PHASE
 from trainable.models.codec import Codec
 from trainable.rollout.episode import Transcript
-from trainable.rollout.sampler import ListedStreams, Sampler, SamplingParams
+from trainable.rollout.sampler import Sampler, SamplingParams
 
 MAX_THREADS = 16
 """Number of REPL processes that compute at the same time. The threads only wait for them."""
@@ -173,8 +173,8 @@ class _TreeLoop:
         if not rollouts:
             return
         prompts = [rollout.transcript.tokens[0].tolist() for rollout in rollouts]
-        streams = ListedStreams(rollout.stream.spawn(1)[0] for rollout in rollouts)
-        conversation = self.sampler.start_conversation(prompts, 1, self.params, streams)
+        streams = [rollout.stream.spawn(1)[0] for rollout in rollouts]
+        conversation = self.sampler.start_conversation(prompts, self.params, streams)
         rows = list(range(len(rollouts)))
         new_tokens: list[list[int]] = [[] for _ in rows]
         while rows:

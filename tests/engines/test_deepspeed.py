@@ -107,14 +107,27 @@ def test_ranks_train_as_one_device_does(
     assert_same_state(run_folder, plain_run)
 
 
+RECOMPUTED: dict[str, object] = {"model__enable_gradient_checkpointing": True}
+VARIANTS: dict[str, dict[str, object]] = {
+    "shared trunk": {"critic__shared_trunk": True},
+    "grpo": {"algorithm__adv_estimator": "grpo"},
+    # 64 rows are two passes on each of two ranks.
+    "several passes": {
+        "env__group_size": 32,
+        **{f"{network}__ppo_mini_batch_size": 64 for network in ("actor", "critic")},
+    },
+    "recomputed blocks": RECOMPUTED,
+}
+
+
 @pytest.mark.parametrize("stage", [{}, STAGE_3], ids=["stage 2", "stage 3"])
-def test_a_shared_trunk_and_grpo_train_as_on_one_device(tmp_path: Path, stage: dict[str, object]) -> None:
-    for number, overrides in enumerate(({"critic__shared_trunk": True}, {"algorithm__adv_estimator": "grpo"})):
-        run_folder, expected_folder = (
-            train_ranks(tmp_path / f"{number}-{size}", size, None, 1, **stage, **overrides) for size in (2, 0)
-        )
-        assert_same_rows(read_rows(run_folder), read_rows(expected_folder))
-        assert_same_state(run_folder, expected_folder)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_step_of_two_ranks_is_that_of_one_device(tmp_path: Path, name: str, stage: dict[str, object]) -> None:
+    run_folder, expected_folder = (
+        train_ranks(tmp_path / str(size), size, None, 1, **stage, **VARIANTS[name]) for size in (2, 0)
+    )
+    assert_same_rows(read_rows(run_folder), read_rows(expected_folder))
+    assert_same_state(run_folder, expected_folder)
 
 
 def test_a_model_of_another_architecture_trains_as_on_one_device(tmp_path: Path) -> None:
@@ -141,18 +154,6 @@ def test_ranks_train_only_the_adapters(tmp_path: Path) -> None:
     assert_same_state(resumed_folder, expected_resumed_folder)
 
 
-RECOMPUTED = {"model__enable_gradient_checkpointing": True}
-
-
-@pytest.mark.parametrize("stage", [{}, STAGE_3], ids=["stage 2", "stage 3"])
-def test_recomputed_blocks_train_as_on_one_device(tmp_path: Path, stage: dict[str, object]) -> None:
-    run_folder, expected_folder = (
-        train_ranks(tmp_path / str(size), size, None, 1, **stage, **RECOMPUTED) for size in (2, 0)
-    )
-    assert_same_rows(read_rows(run_folder), read_rows(expected_folder))
-    assert_same_state(run_folder, expected_folder)
-
-
 def test_in_bfloat16_ranks_change_less_than_the_precision_does(tmp_path: Path) -> None:
     """Ranks sum in another order, so bfloat16 rounds differently. The two stages do not differ."""
     overrides = {**RECOMPUTED, "model__dtype": "bfloat16"}
@@ -172,18 +173,6 @@ def test_in_bfloat16_ranks_change_less_than_the_precision_does(tmp_path: Path) -
         rounding = compute_moment_difference(plain_folder, exact_folder, network)
         assert compute_moment_difference(stage_2_folder, plain_folder, network) < rounding / 4
         assert compute_moment_difference(stage_3_folder, stage_2_folder, network) < rounding / 100
-
-
-@pytest.mark.parametrize("stage", [{}, STAGE_3], ids=["stage 2", "stage 3"])
-def test_a_mini_batch_of_several_passes_is_one_step(tmp_path: Path, stage: dict[str, object]) -> None:
-    # 64 rows are two passes on each of two ranks.
-    batch_sizes = {f"{network}__ppo_mini_batch_size": 64 for network in ("actor", "critic")}
-    run_folder, expected_folder = (
-        train_ranks(tmp_path / str(size), size, None, 1, env__group_size=32, **batch_sizes, **stage) for size in (2, 0)
-    )
-    assert read_rows(run_folder)[0]["optimizer_steps"] == 1
-    assert_same_rows(read_rows(run_folder), read_rows(expected_folder))
-    assert_same_state(run_folder, expected_folder)
 
 
 @pytest.mark.parametrize(
@@ -259,15 +248,6 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(tmp_path: P
     ]
     outputs = [rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)[-3000:]
-
-
-@pytest.mark.parametrize("stage", [{}, STAGE_3], ids=["stage 2", "stage 3"])
-def test_a_step_that_is_not_finite_is_skipped_by_all(tmp_path: Path, stage: dict[str, object]) -> None:
-    overrides = {**stage, "actor__entropy_coeff": 3e38, "trainer__nonfinite_patience": 5}  # the loss overflows float32
-    run_folder, expected_folder = (train_ranks(tmp_path / str(size), size, None, 1, **overrides) for size in (2, 0))
-    skipped_counts = [read_rows(folder)[0]["nonfinite_updates"] for folder in (run_folder, expected_folder)]
-    assert skipped_counts[0] == skipped_counts[1] > 0
-    assert_same_state(run_folder, expected_folder)
 
 
 TWO_RUNS_SCRIPT = """

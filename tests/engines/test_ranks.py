@@ -15,8 +15,9 @@ import pytest
 from rich.console import Console
 
 from tests.fakes.scripted import SMALL_SETTINGS
-from tests.fakes.trainers import QUIET_SETTINGS
+from tests.fakes.trainers import QUIET_SETTINGS, make_quiet_trainer
 from trainable.backend.gpus import make_bundles
+from trainable.backend.torch_backend import TorchBackend
 from tune_study.plan.study_plan import ResourcePlan
 from tune_study.tune.local_ray import prepare_environment, start_local_ray
 
@@ -66,30 +67,17 @@ def run_trial(folder: Path, **overrides: object) -> tuple[list[dict[str, Any]], 
     return [json.loads(line) for line in lines], result
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_trial_of_two_ranks_writes_the_rows_of_one(tmp_path: Path, declared_gpus: None, stage: int) -> None:
-    from tests.fakes.trainers import make_quiet_trainer
-    from trainable.backend.torch_backend import TorchBackend
-
-    rows, result = run_trial(tmp_path, **{"trainer.zero_stage": stage})
-    assert result.error is None
-    assert len(rows) == 2
-    trainer = make_quiet_trainer(
-        trainer__total_training_steps=2, trainer__n_gpus_per_node=2, actor__use_kl_loss=True, actor__kl_loss_coef=0.1
-    )
-    assert isinstance(trainer.backends["actor"], TorchBackend)
-    for row in rows:
-        expected_row = trainer.step().row
-        for name in ("train_success", "reward_std", "pg_loss", "kl_loss", "entropy", "vf_loss", "sampled_tokens"):
-            assert row[name] == pytest.approx(expected_row[name], rel=1e-3, abs=1e-5), name
+STEPS: dict[str, dict[str, object]] = {
+    "stage 2": {"trainer.zero_stage": 2},
+    "stage 3": {"trainer.zero_stage": 3},
+    # A pass over the full mini-batch with the current weights precedes each optimizer step of DeepSpeed.
+    "tpo": {"actor.policy_loss": "tpo", "algorithm.adv_estimator": "group_skill", "actor.ppo_epochs": 2},
+}
 
 
-def test_two_ranks_shard_the_rollouts_of_a_group_under_the_tpo_loss(tmp_path: Path, declared_gpus: None) -> None:
-    """A pass over the full mini-batch with the current weights precedes each optimizer step of DeepSpeed."""
-    from tests.fakes.trainers import make_quiet_trainer
-
-    settings = {"actor.policy_loss": "tpo", "algorithm.adv_estimator": "group_skill", "actor.ppo_epochs": 2}
-    rows, result = run_trial(tmp_path, **settings)
+@pytest.mark.parametrize("name", STEPS)
+def test_a_trial_of_two_ranks_writes_the_rows_of_one(tmp_path: Path, declared_gpus: None, name: str) -> None:
+    rows, result = run_trial(tmp_path, **STEPS[name])
     assert result.error is None
     assert len(rows) == 2
     trainer = make_quiet_trainer(
@@ -97,12 +85,15 @@ def test_two_ranks_shard_the_rollouts_of_a_group_under_the_tpo_loss(tmp_path: Pa
         trainer__n_gpus_per_node=2,
         actor__use_kl_loss=True,
         actor__kl_loss_coef=0.1,
-        **{key.replace(".", "__"): value for key, value in settings.items()},
+        **{key.replace(".", "__"): value for key, value in STEPS[name].items()},
     )
+    assert isinstance(trainer.backends["actor"], TorchBackend)
+    columns = {"train_success", "reward_std", "pg_loss", "kl_loss", "entropy", "ppo_kl", "actor_grad_norm", "vf_loss"}
+    columns |= {"tpo_target_entropy", "tpo_target_top_prob", "sampled_tokens"}
     for row in rows:
         expected_row = trainer.step().row
-        for name in ("pg_loss", "tpo_target_entropy", "tpo_target_top_prob", "ppo_kl", "kl_loss", "actor_grad_norm"):
-            assert row[name] == pytest.approx(expected_row[name], rel=1e-3, abs=1e-5), name
+        for column in columns & expected_row.keys():
+            assert row[column] == pytest.approx(expected_row[column], rel=1e-3, abs=1e-5), column
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed: make test-engines")

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from torch import Tensor
 
 from tests.engines.devices import DEVICE
@@ -22,8 +21,7 @@ from trainable.envs.sokoban.game import Sokoban
 from trainable.models.codec import Codec
 from trainable.models.load import Policy, load_policy
 from trainable.models.qwen2 import Qwen2
-from trainable.rollout.engine import EngineMismatchError, check_mismatch, measure_mismatch
-from trainable.rollout.episode import Episode, StopReason
+from trainable.rollout.episode import Episode
 from trainable.rollout.episode_loop import RolloutRequest, TurnPlayer
 from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
@@ -84,7 +82,7 @@ def sample_turns(
 ) -> list[Turn]:
     """Sample replies by row and turn for two copies of PROMPTS. `kept_rows` are the rows of turns after the first."""
     conversation = sampler.start_conversation(
-        PROMPTS, 2, SamplingParams(temperature, LENGTH, stop), np.random.default_rng(seed)
+        PROMPTS, SamplingParams(temperature, LENGTH, stop), np.random.default_rng(seed).spawn(6)
     )
     turns = [dict(enumerate(conversation.sample_replies(range(6), [[]] * 6)))]
     given_tokens = ([GIVEN_TOKENS[row] for row in rows] for rows in kept_rows)
@@ -144,18 +142,6 @@ def compute_logprob_pairs(model: Qwen2, episodes: Sequence[Episode], temperature
 # ---------------------------------------------------------------------------- tokens
 
 
-def test_greedy_tokens_equal_those_of_the_torch_sampler(
-    vllm: VllmSampler, shipped_policy: Policy, random_model: Qwen2
-) -> None:
-    assert get_token_ids(sample_turns(vllm, 0.0)) == get_token_ids(
-        sample_turns(TorchSampler(shipped_policy.model), 0.0)
-    )
-    vllm.update_weights(random_model.state_dict().items())
-    token_ids = get_token_ids(sample_turns(vllm, 0.0))
-    assert token_ids == get_token_ids(sample_turns(TorchSampler(random_model), 0.0))
-    assert len({token for turn in token_ids for reply in turn.values() for token in reply}) > 5
-
-
 def test_greedy_episodes_equal_those_of_the_torch_sampler(vllm: VllmSampler, shipped_policy: Policy) -> None:
     torch_episodes, vllm_episodes = (
         roll_out(TorchSampler(shipped_policy.model), shipped_policy, 0.0),
@@ -169,38 +155,6 @@ def test_greedy_episodes_equal_those_of_the_torch_sampler(vllm: VllmSampler, shi
             vllm_episode.stop_reason,
             vllm_episode.turn_rewards,
         )
-
-
-def test_sampled_episodes_are_complete(vllm: VllmSampler, shipped_policy: Policy) -> None:
-    episodes = roll_out(vllm, shipped_policy, 1.0)
-    assert len({episode.stop_reason for episode in episodes}) > 1
-    assert StopReason.SUCCESS in {episode.stop_reason for episode in episodes}
-    assert len({episode.texts for episode in episodes}) > 12
-    for episode in episodes:
-        assert np.isnan(episode.entropies[episode.mask]).all()
-        assert not episode.entropies[~episode.mask].any()
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_first_tokens_follow_the_tempered_distribution(
-    vllm: VllmSampler, random_model: Qwen2, temperature: float
-) -> None:
-    vllm.update_weights(random_model.state_dict().items())
-    rows = 3000
-    conversation = vllm.start_conversation(
-        PROMPTS[:1], rows, SamplingParams(temperature, 1, STOP), np.random.default_rng(0)
-    )
-    token_ids = [int(reply.token_ids[0]) for reply in conversation.sample_replies(range(rows), [[]] * rows)]
-    with torch.no_grad():
-        hidden = random_model.model.compute_hidden_states(
-            torch.tensor(PROMPTS[:1]), torch.tensor([len(PROMPTS[0]) - 1])
-        )
-        probs = (random_model.lm_head(hidden)[0].double() / temperature).softmax(-1).numpy()
-    bins = np.searchsorted(np.linspace(0, 1, 13)[1:-1], np.cumsum(probs))  # of at least one token each
-    expected_counts = rows * np.bincount(bins, probs, 12)
-    counts = np.bincount(bins[token_ids], minlength=12)
-    assert expected_counts[expected_counts > 0].min() > 5
-    assert stats.chisquare(counts[expected_counts > 0], expected_counts[expected_counts > 0]).pvalue > 0.01
 
 
 def test_draws_belong_to_the_generator_and_the_row(vllm: VllmSampler, random_model: Qwen2) -> None:
@@ -245,14 +199,14 @@ def test_only_the_given_token_stops_a_reply(vllm: VllmSampler, shipped_policy: P
 def test_a_conversation_may_fill_the_context(vllm: VllmSampler) -> None:
     params = SamplingParams(1.0, LENGTH, stop_token=4)
     longest = [5 + number % 150 for number in range(CONTEXT - LENGTH)]
-    (reply,) = vllm.start_conversation([longest], 1, params, np.random.default_rng(0)).sample_replies([0], [[]])
+    (reply,) = vllm.start_conversation([longest], params, np.random.default_rng(0).spawn(1)).sample_replies([0], [[]])
     assert len(reply.token_ids) == LENGTH
 
 
 @pytest.mark.parametrize("temperature", [0.001, 2.5])
 def test_temperatures_that_vllm_changes_are_refused(vllm: VllmSampler, temperature: float) -> None:
     with pytest.raises(ValueError, match=r"give 0 or one from 0.01 to 2"):
-        vllm.start_conversation(PROMPTS, 1, SamplingParams(temperature, 1, STOP), np.random.default_rng(0))
+        vllm.start_conversation(PROMPTS, SamplingParams(temperature, 1, STOP), np.random.default_rng(0).spawn(3))
 
 
 # ---------------------------------------------------------------------------- log-probs
@@ -284,37 +238,13 @@ def test_logprobs_of_given_tokens_equal_those_of_the_trainer(vllm: VllmSampler, 
 # ---------------------------------------------------------------------------- weights
 
 
-def make_moved_copy(model: Qwen2) -> Qwen2:
-    """Copy the model and change its weights by a small step."""
-    copy = Qwen2(model.shape)
-    copy.load_state_dict(model.state_dict())
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in copy.parameters():
-            weight += 0.02 * torch.randn(weight.shape, generator=generator)
-    return copy
-
-
-def test_logprobs_change_with_a_push_and_only_then(vllm: VllmSampler, shipped_policy: Policy) -> None:
-    trained_model = make_moved_copy(shipped_policy.model)
-    logprob_pairs = compute_logprob_pairs(trained_model, roll_out(vllm, shipped_policy, 1.0), 1.0)
-    old_mismatch = measure_mismatch(*logprob_pairs, step=3)
-    with pytest.raises(EngineMismatchError, match="samples from other weights"):
-        check_mismatch(old_mismatch.mean_abs, 0.05, step=3)
-    vllm.update_weights(trained_model.state_dict().items())
-    logprob_pairs = compute_logprob_pairs(trained_model, roll_out(vllm, shipped_policy, 1.0), 1.0)
-    new_mismatch = measure_mismatch(*logprob_pairs, step=3)
-    check_mismatch(new_mismatch.mean_abs, 1e-4, step=3)
-    assert new_mismatch.ess_fraction > 0.999 > old_mismatch.ess_fraction
-
-
 def test_a_push_forgets_the_keys_of_the_old_weights(vllm: VllmSampler, random_model: Qwen2) -> None:
     """The same long prompt before and after a push: the engine could take its keys from the prefix cache."""
     prompt = [5 + number % 150 for number in range(400)]
     params = SamplingParams(0.0, 4, STOP)
 
     def sample_reply() -> SampledReply:
-        return vllm.start_conversation([prompt], 1, params, np.random.default_rng(0)).sample_replies([0], [[]])[0]
+        return vllm.start_conversation([prompt], params, np.random.default_rng(0).spawn(1)).sample_replies([0], [[]])[0]
 
     sample_reply()
     vllm.update_weights(random_model.state_dict().items())

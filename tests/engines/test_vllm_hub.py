@@ -74,7 +74,7 @@ def test_vllm_samples_from_the_pushed_weights(policy: Policy, vllm: VllmSampler)
     np.testing.assert_allclose(vllm.compute_logprobs([row])[0], new_logprobs.numpy(), atol=2e-4)
     prompts, params = [row, [9, 9, 150]], SamplingParams(0.0, 12, 2)
     replies = [
-        sampler.start_conversation(prompts, 1, params, np.random.default_rng(0)).sample_replies([0, 1], [[], []])
+        sampler.start_conversation(prompts, params, np.random.default_rng(0).spawn(2)).sample_replies([0, 1], [[], []])
         for sampler in (vllm, TorchSampler(policy.model))
     ]
     assert [reply.token_ids.tolist() for reply in replies[0]] == [reply.token_ids.tolist() for reply in replies[1]]

@@ -4,6 +4,11 @@ from importlib.util import find_spec
 
 import pytest
 
+from tests.fakes.trainers import make_quiet_trainer
+from trainable.models.lora import ADAPTER_NAME, find_adapters
+from trainable.ppo.trainer import PPOTrainer
+from trainable.rollout.engine import EngineMismatchError
+
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed: make test-engines"),
@@ -11,14 +16,14 @@ pytestmark = [
 ]
 
 
-def test_float16_and_a_head_in_float32_lower_the_mismatch_of_bfloat16() -> None:
-    from tests.fakes.trainers import make_quiet_trainer
+def make_vllm_trainer(**settings: object) -> PPOTrainer:
+    return make_quiet_trainer(rollout__name="vllm", rollout__max_model_len=256, **settings)
 
+
+def test_float16_and_a_head_in_float32_lower_the_mismatch_of_bfloat16() -> None:
     mismatches = {}
     for dtype, head_dtype in (("bfloat16", "model"), ("bfloat16", "float32"), ("float16", "model")):
-        trainer = make_quiet_trainer(
-            rollout__name="vllm", rollout__max_model_len=256, model__dtype=dtype, model__head_dtype=head_dtype
-        )
+        trainer = make_vllm_trainer(model__dtype=dtype, model__head_dtype=head_dtype)
         mismatches[dtype, head_dtype] = trainer.step().row["engine_mismatch_mean"]
         trainer.close()
     # Measured: 0.0079, 0.0058 and 0.0008 nats.
@@ -27,9 +32,7 @@ def test_float16_and_a_head_in_float32_lower_the_mismatch_of_bfloat16() -> None:
 
 
 def test_a_cache_for_one_conversation_is_enough_to_start() -> None:
-    from tests.fakes.trainers import make_quiet_trainer
-
-    make_quiet_trainer(rollout__name="vllm", rollout__max_model_len=256, rollout__kv_cache_gib=1e-6).close()
+    make_vllm_trainer(rollout__kv_cache_gib=1e-6).close()
 
 
 @pytest.mark.parametrize("lora_rank", [0, 8])
@@ -55,12 +58,7 @@ def test_trees_are_sampled_and_trained(lora_rank: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_adapters_are_merged_into_the_weights_of_vllm(dtype: str) -> None:
-    from tests.fakes.trainers import make_quiet_trainer
-    from trainable.models.lora import ADAPTER_NAME, find_adapters
-
-    trainer = make_quiet_trainer(
-        rollout__name="vllm",
-        rollout__max_model_len=256,
+    trainer = make_vllm_trainer(
         model__lora_rank=8,
         model__dtype=dtype,
         actor__lr=3e-3,
@@ -77,10 +75,7 @@ def test_adapters_are_merged_into_the_weights_of_vllm(dtype: str) -> None:
 
 
 def test_rows_have_the_mismatch_and_old_weights_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.fakes.trainers import make_quiet_trainer
-    from trainable.rollout.engine import EngineMismatchError
-
-    trainer = make_quiet_trainer(rollout__name="vllm", rollout__max_model_len=256, trainer__total_training_steps=4)
+    trainer = make_vllm_trainer(trainer__total_training_steps=4)
     for _ in range(2):
         row = trainer.step().row
         assert row["engine_mismatch_mean"] < 1e-4
@@ -100,13 +95,9 @@ def test_rows_have_the_mismatch_and_old_weights_end_the_run(monkeypatch: pytest.
 
 
 def test_a_run_trains_from_the_log_probs_of_vllm() -> None:
-    from tests.fakes.trainers import make_quiet_trainer
-
     rows = {}
     for recomputes in (True, False):
-        trainer = make_quiet_trainer(
-            rollout__name="vllm",
-            rollout__max_model_len=256,
+        trainer = make_vllm_trainer(
             rollout__recompute_logprobs=recomputes,
             trainer__total_training_steps=4,
             trainer__measure_val_kl=True,

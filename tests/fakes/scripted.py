@@ -116,10 +116,10 @@ class ScriptedSampler(Conversation):
     samples: list[dict[int, SampledReply]] = field(default_factory=list)
 
     def start_conversation(
-        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: np.random.Generator
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, rngs: Sequence[np.random.Generator]
     ) -> "ScriptedSampler":
-        assert len(self.script) == len(prompts) * group_size
-        self.prompts = [list(prompt) for prompt in prompts for _ in range(group_size)]
+        assert len(self.script) == len(rngs)
+        self.prompts = [list(prompt) for prompt in prompts for _ in range(len(rngs) // len(prompts))]
         self.params = params
         return self
 

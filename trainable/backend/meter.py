@@ -19,17 +19,10 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 def find_nonfinite_gradients(gradients: Iterable[tuple[str, Tensor]], norm: Tensor) -> list[str]:
     """Find all gradients with a NaN or an infinity, named `gradient of <name>`. Empty if only a loss is not finite.
 
-    norm: norm of all gradients. It squares the entries, so it can overflow although all are finite. If so, it is named,
-    with the parameter that has the largest entry.
+    norm: norm of all gradients. It squares the entries, so it can overflow although all are finite, and is then named.
     """
-    named_gradients = list(gradients)
-    names = [f"gradient of {name}" for name, gradient in named_gradients if not bool(torch.isfinite(gradient).all())]
-    if names or bool(torch.isfinite(norm)):
-        return names
-    if not named_gradients:
-        return ["norm of the gradient"]
-    largest_entry, name = max((float(gradient.abs().max()), name) for name, gradient in named_gradients)
-    return [f"norm of the gradient (its largest entry is {largest_entry:.3g}, of {name})"]
+    names = [f"gradient of {name}" for name, gradient in gradients if not bool(torch.isfinite(gradient).all())]
+    return names or ([] if bool(torch.isfinite(norm)) else ["norm of the gradient"])
 
 
 def find_nonfinite_weights(parameters: NamedParameters) -> list[str]:

@@ -75,58 +75,48 @@ def make_shape(causal_lm: Any, folder: Path) -> HubShape:
     text_config = causal_lm.config.get_text_config()
     head_weight = causal_lm.get_output_embeddings().weight
     layers, experts_per_token = int(text_config.num_hidden_layers), getattr(text_config, "num_experts_per_tok", None)
+    heads = int(text_config.num_attention_heads)
     return HubShape(
         vocab_size=head_weight.shape[0],
         hidden_size=head_weight.shape[1],
         num_hidden_layers=layers,
-        num_attention_heads=int(text_config.num_attention_heads),
-        num_key_value_heads=_read_kv_heads(text_config),
-        head_dim=_read_head_dim(text_config),
+        num_attention_heads=heads,
+        num_key_value_heads=int(getattr(text_config, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(text_config, "head_dim", None) or text_config.hidden_size // heads),
         max_position_embeddings=_read_context_length(text_config, folder),
         eos_token_id=_read_eos_token_id(causal_lm, folder),
         block_weights=(_count_multiplied_weights(causal_lm.base_model, experts_per_token) // layers, 0),
     )
 
 
-def check_config(folder: Path) -> None:
-    """Raise ValueError if config.json alone shows that the model is not supported.
-
-    A model that passes may still be refused when it is loaded and its passes are compared (`hub_model.check_exact`).
-    """
-    causal_lm = make_empty_model(folder)
-    check_parts(causal_lm, folder)
-    make_shape(causal_lm, folder)
-
-
 def read_sizes(folder: Path) -> dict[str, Any]:
     """Read the sizes that determine memory use from config.json alone, with exact numbers of parameters.
+
+    Raise ValueError if config.json alone shows that the model is not supported. A model that passes may still be
+    refused when it is loaded and its passes are compared (`hub_model.check_exact`).
 
     head_size: channels of one attention head. trunk: elements of each parameter except the head. linear: elements of
     all linear layers of the trunk. matrices: (inputs, outputs) of each of them.
     """
     causal_lm = make_empty_model(folder)
     check_parts(causal_lm, folder)
-    text_config, head_weight = causal_lm.config.get_text_config(), causal_lm.get_output_embeddings().weight
-    is_tied = any(weight is head_weight for weight in causal_lm.base_model.parameters())
+    shape, text_config = make_shape(causal_lm, folder), causal_lm.config.get_text_config()
+    head_weight = causal_lm.get_output_embeddings().weight
     linear_layers = [module for module in causal_lm.base_model.modules() if isinstance(module, nn.Linear)]
     # Keyed by identity, so that a weight shared by two layers counts once.
     linear_sizes = {id(weight): weight.numel() for layer in linear_layers for weight in layer.parameters()}
     # The feed-forward width is intermediate_size in most architectures. In GPT-2 it is n_inner, or 4 x hidden if
     # n_inner is None.
-    intermediate_size = (
-        getattr(text_config, "intermediate_size", None)
-        or getattr(text_config, "n_inner", None)
-        or 4 * head_weight.shape[1]
-    )
+    widths = (getattr(text_config, name, None) for name in ("intermediate_size", "n_inner"))
     return {
-        "hidden_size": head_weight.shape[1],
-        "intermediate_size": int(intermediate_size),
-        "num_hidden_layers": int(text_config.num_hidden_layers),
-        "num_attention_heads": int(text_config.num_attention_heads),
-        "num_key_value_heads": _read_kv_heads(text_config),
-        "head_size": _read_head_dim(text_config),
-        "vocab_size": head_weight.shape[0],
-        "tie_word_embeddings": is_tied,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": int(next(filter(None, widths), 4 * shape.hidden_size)),
+        "num_hidden_layers": shape.num_hidden_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "head_size": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": any(weight is head_weight for weight in causal_lm.base_model.parameters()),
         "trunk": tuple(weight.numel() for weight in causal_lm.base_model.parameters()),
         "linear": sum(linear_sizes.values()),
         "matrices": tuple((layer.in_features, layer.out_features) for layer in linear_layers),
@@ -140,14 +130,6 @@ def _format_name(config: Any) -> str:
 def _format_error(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
-
-
-def _read_head_dim(text_config: Any) -> int:
-    return int(getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads)
-
-
-def _read_kv_heads(text_config: Any) -> int:
-    return int(getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads)
 
 
 def _read_context_length(text_config: Any, folder: Path) -> int:

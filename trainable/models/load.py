@@ -164,19 +164,14 @@ def check_fingerprint(kind: Literal["base", "reference"], checkpoint: str | None
 
     base: the model under adapters; None without adapters. reference: the model at model.reference_path; None without.
     """
-    name, none_name, advice = {
-        "base": ("adapters of the base", "no adapters", "type the same model."),
-        "reference": (
-            "the reference",
-            "no reference of its own",
-            "put back the model that model.reference_path named, or start the run again.",
-        ),
-    }[kind]
+    name, none_name = ("adapters of the base", "no adapters") if kind == "base" else ("the reference", "no reference")
     if checkpoint != run:
         checkpoint_text, run_text = (
             none_name if fingerprint is None else f"{name} {fingerprint[:12]}" for fingerprint in (checkpoint, run)
         )
-        raise ValueError(f"it has {checkpoint_text}, and this run has {run_text} (SHA-256 of its weights); {advice}")
+        raise ValueError(
+            f"it has {checkpoint_text}, and this run has {run_text} (SHA-256 of its weights); type the same model."
+        )
 
 
 def make_critic(policy: Policy, rng: np.random.Generator, device: torch.device) -> ValueModel:

@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainable.config.sections import ModelConfig
-from trainable.config.setting_types import LINEAR_LAYERS
 from trainable.models.interface import LanguageModel
 from trainable.models.load import M, freeze
 from trainable.models.qwen2_shape import FOUR_BIT_BLOCK, find_four_bit_obstacle
@@ -130,8 +129,6 @@ def _find_target_layers(trunk: nn.Module, target_modules: str | tuple[str, ...])
         return linear_names
     suffixes = {name.rsplit(".", 1)[-1] for name in linear_names}
     missing_suffixes = [name for name in target_modules if name not in suffixes]
-    if missing_suffixes and not suffixes & set(LINEAR_LAYERS):
-        raise ValueError("This model's linear layers have other names: set model.lora_target_modules=all-linear.")
     if missing_suffixes:
         raise ValueError(
             f"This model has no linear layer {missing_suffixes[0]}: set model.lora_target_modules to some of "

@@ -1,6 +1,6 @@
 """Select the groups of episodes that a step trains on, and compute the targets of their losses."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -92,7 +92,9 @@ def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_s
     # The std columns always describe the rewards, whatever the filter's metric, so that runs with different filters can
     # be compared.
     stds = compute_group_scores("reward_std", rewards)
-    _check_finite({"rewards": rewards, f"scores ({settings.rollout_filter_metric})": scores, "reward stds": stds})
+    for name, values in (("rewards", rewards), ("filter scores", scores), ("reward stds", stds)):
+        if not bool(torch.isfinite(values).all()):
+            raise NonFiniteError(f"{name} of groups were not finite")
     is_largest, has_zero = settings.rollout_filter_type == "largest", settings.rollout_filter_include_zero
     is_candidate = select_groups(scores, lambda scores, *_: torch.ones_like(scores, dtype=torch.bool), True, has_zero)
     groups = [episodes[number * group_size :][:group_size] for number in is_candidate.nonzero().flatten().tolist()]
@@ -122,17 +124,6 @@ def _make_rule(settings: FilterConfig, groups: Sequence[Sequence[Episode]]) -> R
         settings.rollout_filter_top_p_prob_mode,
         settings.rollout_filter_selection_eps,
     )
-
-
-def _check_finite(group_tensors: Mapping[str, Tensor]) -> None:
-    """Raise NonFiniteError if a tensor (P, ...) is not finite, with its name and groups in which it is not."""
-    for name, tensor in group_tensors.items():
-        is_finite = torch.isfinite(tensor).reshape(len(tensor), -1).all(1)
-        if not bool(is_finite.all()):
-            groups = ", ".join(map(str, torch.where(~is_finite)[0].tolist()[:3]))
-            raise NonFiniteError(
-                f"{name} were not finite in {int((~is_finite).sum())} of {len(tensor)} groups (such as {groups})"
-            )
 
 
 class PreparedBatch(NamedTuple):

@@ -9,7 +9,7 @@ from trainable.kernels import compiled
 from trainable.models.interface import LanguageModel
 from trainable.models.qwen2 import Qwen2, compute_rotary_halves
 from trainable.models.qwen2_shape import Qwen2Shape
-from trainable.rollout.sampler import Conversation, RowStreams, SampledReply, SamplingParams, check_entropies
+from trainable.rollout.sampler import Conversation, SampledReply, SamplingParams, check_entropies
 
 FIRST_REPLIES = 8
 """Initial size of a cache, in replies of full length: enough for most conversations, since growing copies the cache."""
@@ -33,10 +33,10 @@ class CompiledSampler:
         self.model = model
 
     def start_conversation(
-        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, rngs: Sequence[np.random.Generator]
     ) -> Conversation:
         """Start a conversation (see `Sampler.start_conversation`)."""
-        return CompiledConversation(self.model, prompts, group_size, params, rng)
+        return CompiledConversation(self.model, prompts, params, rngs)
 
 
 class CompiledConversation(Conversation):
@@ -47,12 +47,15 @@ class CompiledConversation(Conversation):
     """
 
     def __init__(
-        self, model: Qwen2, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
+        self,
+        model: Qwen2,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        rngs: Sequence[np.random.Generator],
     ) -> None:
         self.params, self.shape, self.weights = params, model.shape, pack_weights(model)
-        num_rows = len(prompts) * group_size
-        self.row_rngs = rng.spawn(num_rows)
-        self.pending_tokens = np.full(num_rows, -1)
+        self.row_rngs, group_size = rngs, len(rngs) // len(prompts)
+        self.pending_tokens = np.full(len(rngs), -1)
         longest = max(map(len, prompts))
         slots = longest + FIRST_REPLIES * params.max_new_tokens
         # Each prompt is read once for its group.

@@ -29,7 +29,7 @@ from trainable.models.load import Policy, allow_for_engine, load_policy, make_pa
 from trainable.models.lora import get_base_weights, iter_hub_weights
 from trainable.rollout.episode import Episode, collate
 from trainable.rollout.kv_cache_size import compute_conversation_kv_bytes, compute_step_kv_bytes
-from trainable.rollout.sampler import Conversation, RowStreams, Sampler, SamplingParams
+from trainable.rollout.sampler import Conversation, Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.runs.failures import NonFiniteError
 
@@ -173,10 +173,10 @@ class CopySampler(SyncedSampler):
         self.model, self.sampler = copy.model, sampler
 
     def start_conversation(
-        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, rngs: Sequence[np.random.Generator]
     ) -> Conversation:
         """Start a conversation with the copy (see `Sampler.start_conversation`)."""
-        return self.sampler.start_conversation(prompts, group_size, params, rng)
+        return self.sampler.start_conversation(prompts, params, rngs)
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

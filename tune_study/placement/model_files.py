@@ -168,9 +168,9 @@ def _check_folder(folder: Path, chat_format: str) -> None:
     # Imported here because these modules import torch and transformers, which takes seconds.
     try:
         if architecture != QWEN2_ARCHITECTURE:
-            from trainable.models.hub_config import check_config
+            from trainable.models.hub_config import read_sizes
 
-            check_config(folder)
+            read_sizes(folder)  # refuses what config.json alone shows to be unsupported
         if chat_format == "auto":
             from trainable.models.chat_template import check_template
 

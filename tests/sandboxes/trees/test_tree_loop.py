@@ -16,7 +16,7 @@ from sandboxes.trees.repl.session import TreeLimits
 from sandboxes.trees.tree_loop import Rollout, TreeSettings, TreeTexts, roll_out_trees
 from trainable.envs.prompts import CHATML
 from trainable.models.codec import Codec
-from trainable.rollout.sampler import RowStreams, SampledReply, SamplingParams
+from trainable.rollout.sampler import SampledReply, SamplingParams
 
 END, START = 256, 257
 MARKERS = {"<|im_end|>": END, "<|im_start|>": START}
@@ -54,14 +54,15 @@ class TextSampler:
         self.policy, self.batches = policy, list[int]()
 
     def start_conversation(
-        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, rngs: Sequence[np.random.Generator]
     ) -> "TextConversation":
-        assert group_size == 1
-        return TextConversation(self, [list(prompt) for prompt in prompts], rng.spawn(len(prompts)))
+        return TextConversation(self, [list(prompt) for prompt in prompts], rngs)
 
 
 class TextConversation:
-    def __init__(self, sampler: TextSampler, histories: list[list[int]], streams: list[np.random.Generator]) -> None:
+    def __init__(
+        self, sampler: TextSampler, histories: list[list[int]], streams: Sequence[np.random.Generator]
+    ) -> None:
         self.sampler, self.histories, self.streams = sampler, histories, streams
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:

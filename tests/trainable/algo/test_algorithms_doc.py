@@ -66,13 +66,3 @@ def test_every_public_function_has_an_example_and_examples_give_what_they_show(p
             )
             assert any(example.want for example in examples), f"the examples of {path.stem}.{name} show no result"
             assert "\n    Example:\n" in text
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
-def test_algo_imports_only_torch_and_the_standard_library(path: Path) -> None:
-    allowed = {"torch", "typing", "dataclasses", "collections", "math", "trainable"}
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert {name.split(".")[0] for name in imported} <= allowed
-    assert all(name.startswith("trainable.algo.") for name in imported if name.startswith("trainable"))

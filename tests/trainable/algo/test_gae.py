@@ -29,12 +29,6 @@ def test_conserved_rewards_equal_the_loop(batch: Sequences) -> None:
     assert not moved_rewards[~batch.mask].any()
 
 
-def test_a_reward_moves_back_to_the_last_trained_token_or_else_forward_to_the_first() -> None:
-    rewards = torch.tensor([[1.0, 2.0, 4.0, 8.0, 16.0], [1.0, 2.0, 4.0, 8.0, 16.0]])
-    mask = torch.tensor([[False, True, False, True, False], [False] * 5])
-    assert conserve_rewards(rewards, mask).tolist() == [[0, 7, 0, 24, 0], [0] * 5]
-
-
 @examples
 @given(sequences(), discounts, discounts)
 def test_gae_equals_the_literal_double_sum(batch: Sequences, gamma: float, lam: float) -> None:
@@ -93,15 +87,7 @@ def test_bi_level_gae_equals_the_loop(batch: Sequences, gamma: float, lam: float
     torch.testing.assert_close(returns, make_double([row_returns for _, row_returns in expected]))
 
 
-def test_bi_level_gae_by_hand() -> None:
-    rewards = torch.tensor([[0.0, 0.0, 2.0, 0.0, 3.0]])
-    values = torch.tensor([[0.5, 1.0, 9.0, 0.25, 2.0]])
-    mask = torch.tensor([[True, True, False, True, True]])
-    turn_ids = torch.tensor([[0, 0, 0, 1, 1]])
-    advantages, returns = bi_level_gae(rewards, values, mask, turn_ids, gamma=0.5, lam=1.0, high_level_gamma=0.9)
-    # The returns of the turns are 3 and 2 + 0.9 · 3 = 4.7, discounted by 0.5 per token inside a turn.
-    torch.testing.assert_close(returns, torch.tensor([[2.35, 4.7, 0.0, 1.5, 3.0]]))
-    torch.testing.assert_close(advantages, torch.tensor([[1.85, 3.7, 0.0, 1.25, 1.0]]))
+def test_a_turn_without_a_reward_is_a_turn_of_its_own() -> None:
     # The published rule finds turn ends by non-zero reward and would join this turn to the next one.
     rewards, values = torch.tensor([[0.0, 0.0, 0.0, 4.0]]), torch.zeros(1, 4)
     mask, turn_ids = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[0, 0, 1, 1]])

@@ -40,24 +40,6 @@ def test_weights_are_their_formulas(
                 assert bool(is_clipped[number, position]) == (not is_ratio)
 
 
-def test_the_published_corrections_by_hand() -> None:
-    log_ratios = torch.tensor([[0.1, math.log(6.0), math.log(0.4)], [-0.2, 0.3, 0.0]])
-    mask, engine = torch.tensor([[True, True, True], [True, True, False]]), torch.full((2, 3), -1.0)
-
-    def weigh(**changes: object) -> list[list[float]]:
-        weights, _ = compute_importance_weights(engine + log_ratios, engine, mask, **{"cap": 2.0, **changes})  # type: ignore[arg-type]
-        return [[round(float(weight), 4) for weight in row] for row in weights]
-
-    e = math.exp
-    assert weigh() == [[round(e(0.1), 4), 2.0, 0.4], [round(e(-0.2), 4), round(e(0.3), 4), 1.0]]
-    assert weigh(is_mask=True) == [[round(e(0.1), 4), 0.0, 0.4], [round(e(-0.2), 4), round(e(0.3), 4), 1.0]]
-    icepop = weigh(cap=5.0, floor=0.5, is_mask=True)
-    assert icepop == [[round(e(0.1), 4), 0.0, 0.0], [round(e(-0.2), 4), round(e(0.3), 4), 1.0]]
-    # Of the episodes, the first has the ratio e^0.1 * 6 * 0.4 = 2.65, and the second e^0.1.
-    assert weigh(is_sequence=True) == [[2.0] * 3, [round(e(0.1), 4)] * 3]
-    assert weigh(is_sequence=True, is_mask=True) == [[0.0] * 3, [round(e(0.1), 4)] * 3]
-
-
 def test_weights_carry_no_gradient_and_never_overflow() -> None:
     trainer = torch.tensor([[-1.0, -1.0], [-2.0, -1.0]], requires_grad=True)
     engine = torch.tensor([[-1.0, -300.0], [-1.0, -1.0]])

@@ -96,12 +96,3 @@ def test_k3_clamps_the_log_ratio_and_is_precise_near_the_reference() -> None:
     d = torch.tensor([1e-3, -1e-3, 1e-4, 1e-6, 0.0])
     exact = d.double().square() / 2 - d.double() ** 3 / 6
     torch.testing.assert_close(estimate_kl(d, torch.zeros(5), "k3").double(), exact, rtol=2e-3, atol=1e-13)
-
-
-@pytest.mark.parametrize("estimator", ["k3", "k3+", "k1", "k2", "abs"])
-def test_gradients_stay_finite_far_from_the_reference(estimator: str) -> None:
-    logprobs = torch.tensor([-500.0, 0.0], requires_grad=True)
-    loss = estimate_kl(logprobs, torch.tensor([0.0, -500.0]), estimator)
-    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
-    assert torch.isfinite(loss).all()
-    assert torch.isfinite(gradient).all()

@@ -10,22 +10,9 @@ from tests.strategies.algo import examples
 from tests.trainable.algo.test_gradient_signal import is_close, make_vectors
 from trainable.algo.gradient_signal import (
     compute_fold_gram,
-    compute_update_fractions,
     estimate_gradient_signal,
     estimate_signal_fractions,
 )
-
-
-def test_shares_of_the_step_and_of_the_expected_step_by_hand() -> None:
-    # The task gradient is (2, 0) plus noise of (0, 6) and (0, -6); the entropy gradient is (1, 0) in both folds.
-    gradients = torch.tensor([[[2.0, 6.0], [1.0, 0.0]], [[2.0, -6.0], [1.0, 0.0]]])
-    shares = compute_update_fractions(compute_fold_gram([gradients]))
-    torch.testing.assert_close(shares, torch.tensor([2 / 3, 1 / 3], dtype=torch.float64))
-    noisy_gradients = torch.tensor([[[2.0, 6.0], [1.0, 0.0]], [[2.0, 6.0], [1.0, 0.0]], [[2.0, -9.0], [1.0, 0.0]]])
-    fractions = estimate_signal_fractions(compute_fold_gram([noisy_gradients]))
-    # Products of different folds: task (3 * 2 * 2 + 36 - 54 - 54) / 3 + 2, entropy 2 + 1.
-    torch.testing.assert_close(fractions.products, torch.tensor([6 - 24.0, 3.0], dtype=torch.float64))
-    assert fractions.fraction.isnan().all()  # their sum is below 0: the update has no signal
 
 
 @examples

@@ -84,23 +84,3 @@ def test_the_pull_is_minus_the_gradient_and_moves_mass_within_a_group(batch: Rol
     # At the target, nothing is left to pull.
     result = target_policy_loss(old_logprobs + skills / eta, old_logprobs, skills, group_ids, eta)
     assert float(result.sequence_weights.abs().max()) < 1e-9
-
-
-def test_targets_by_hand() -> None:
-    # Without a difference in skill, the target is the old policy.
-    old_logprobs, logprobs = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.0])
-    skills, group_ids = torch.zeros(2), torch.zeros(2, dtype=torch.long)
-    assert not target_policy_loss(old_logprobs, old_logprobs, skills, group_ids, 1.0).sequence_weights.any()
-    weights = target_policy_loss(logprobs, old_logprobs, skills, group_ids, 1.0).sequence_weights
-    assert weights.tolist() == pytest.approx([0.46212, -0.46212], abs=1e-4)
-    # The target of sums far apart is on one rollout whatever the skills.
-    # The rollouts have 300 tokens at slightly different log-probs, and the rule does not normalize by length.
-    logprobs = torch.tensor([-300.0, -360.0])
-    skills, group_ids = torch.tensor([-1.0, 1.0]), torch.zeros(2, dtype=torch.long)
-    result = target_policy_loss(logprobs, logprobs, skills, group_ids, 1.0)
-    assert float(result.top_prob) == pytest.approx(1)
-    assert float(result.sequence_weights.abs().max()) < 1e-20
-    small_eta_result = target_policy_loss(
-        logprobs, logprobs, torch.tensor([-1.0, 1.0]), torch.zeros(2, dtype=torch.long), 0.03
-    )
-    assert small_eta_result.sequence_weights[1] > 0.99

@@ -1,6 +1,5 @@
 """Token statistics computed in chunks equal those of the full logits and those in double precision."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.strategies.algo import examples
 from trainable.algo.losses import entropy_from_logits, full_kl, logprobs_from_logits
@@ -65,7 +63,7 @@ def assert_close(actual_tensors: Any, expected_tensors: Any, limit: float = 1e-1
 
 
 @examples
-@given(st.integers(0, 2**31), st.integers(1, 12), st.integers(1, 9), st.integers(1, 200))
+@given(st.integers(0, 2**31), st.integers(0, 12), st.integers(1, 9), st.integers(1, 200))
 def test_chunks_give_the_definitions_and_their_gradients(seed: int, rows: int, vocabulary: int, elements: int) -> None:
     case = Case(seed, rows, vocabulary)
     statistics, expected = case.compute_statistics(elements), case.compute_expected_statistics()
@@ -180,43 +178,3 @@ def test_the_heads_gradient_is_summed_over_chunks_in_float32() -> None:
     logprobs_from_hidden(hidden, weight, torch.zeros(2048, dtype=torch.long), 1.0, 2).sum().backward()
     assert weight.grad is not None
     assert weight.grad[:, 0].tolist() == [1024.0, -1024.0]
-
-
-@pytest.mark.parametrize("with_gradient", [True, False])
-@pytest.mark.parametrize("rows", [0, 1])
-def test_zero_rows_and_one_row(rows: int, with_gradient: bool) -> None:
-    case = Case(8, rows)
-    with torch.set_grad_enabled(with_gradient):
-        statistics = case.compute_statistics(1)
-    assert [tensor.shape for tensor in statistics] == [(rows,)] * 3
-    assert_close(statistics, case.compute_expected_statistics())
-
-
-class LargestTensorMode(TorchDispatchMode):
-    """Record the number of elements of the largest tensor that any operation creates."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        self.elements = max([self.elements, *(tensor.numel() for tensor in iterate_tensors(output))])
-        return output
-
-
-def iterate_tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, (tuple, list)):
-        for item in output:
-            yield from iterate_tensors(item)
-
-
-@pytest.mark.parametrize("elements", [200, 701, 5000])
-def test_nothing_larger_than_the_bound_is_made(elements: int) -> None:
-    case = Case(9, rows=60, vocabulary=100)  # 6,000 logits; the heads have 500 and 600 entries
-    with LargestTensorMode() as largest:
-        case.compute_gradients(case.compute_statistics(elements))
-    assert largest.elements <= max(elements, 600)
-    with LargestTensorMode() as largest:
-        case.compute_gradients(case.compute_statistics(None))
-    assert largest.elements == 6000

@@ -18,9 +18,7 @@ IN_TORCH = {"rollout__name": "torch", "model__compiled_passes": False}
 KL = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1}
 VARIANTS: dict[str, dict[str, object]] = {
     "critic and reference": KL,
-    "exact kl": {**KL, "actor__kl_loss_type": "full"},
     "shared trunk": {"critic__shared_trunk": True},
-    "no critic": {"algorithm__adv_estimator": "grpo", "actor__ppo_epochs": 2},
     "adapters": {**KL, "model__lora_rank": 4},
     "target policies": {
         "actor__policy_loss": "tpo",

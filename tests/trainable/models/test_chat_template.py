@@ -12,11 +12,8 @@ from tests.fakes.hub_models import (
     make_byte_tokenizer,
     write_tokenizer_config,
 )
-from trainable.envs.level_sets import make_validation_levels
-from trainable.envs.prompts import CHATML, ChatFormat, Observation, make_prompt_template
-from trainable.envs.sokoban.game import Sokoban
+from trainable.envs.prompts import CHATML, ChatFormat
 from trainable.models.chat_template import read_chat_format
-from trainable.models.codec import Codec
 
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -113,30 +110,8 @@ def test_ends_that_take_blanks_with_them(tmp_path: Path) -> None:
     assert (chat.end_marker, chat.next_user_prefix) == ("<|close|>", "<|im_start|>user\n")
 
 
-def test_the_template_of_qwen_gives_the_default_prompts(tmp_path: Path) -> None:
+def test_the_template_of_qwen_is_the_default_format(tmp_path: Path) -> None:
     assert read_format(tmp_path, PLAIN) == read_format(tmp_path, DEFAULT_SYSTEM) == CHATML
-    for style in ("full", "compact"):
-        default_template = make_prompt_template(Sokoban(), style, 10)
-        read_template = make_prompt_template(Sokoban(), style, 10, read_format(tmp_path, PLAIN))
-        for number, level in enumerate(make_validation_levels(Sokoban(), 5), 1):
-            observation = Observation(number, level.cells, 8, -0.2, True)
-            assert default_template.format_first_turn(observation) == read_template.format_first_turn(observation)
-            assert default_template.format_next_turn(observation) == read_template.format_next_turn(observation)
-
-
-def test_a_turn_has_the_tokens_that_it_has_in_the_whole(tmp_path: Path) -> None:
-    tokenizer = make_byte_tokenizer()
-    encode = Codec(tokenizer).encode
-    chat = read_format(tmp_path, STRIPPING_TEMPLATE, tokenizer)
-    prompt_template = make_prompt_template(Sokoban("grid"), "full", 10, chat)
-    level = make_validation_levels(Sokoban(), 1)[0]
-    first_turn = prompt_template.format_first_turn(Observation(1, level.cells, 10))
-    next_turn = prompt_template.format_next_turn(Observation(2, level.cells, 8, -0.2))
-    texts = [first_turn, "P</think><answer>Up</answer>" + chat.end_marker, next_turn]
-    assert [token_id for token_ids in encode(texts) for token_id in token_ids] == encode(["".join(texts)])[0]
-    assert first_turn.startswith("<s><|turn|>system\n\nYou are a helpful assistant.")
-    assert first_turn.endswith("<|end|><|turn|>assistant\n\n<think>")
-    assert next_turn.startswith("<|turn|>user\n\nReward:\n-0.2\n")
 
 
 def test_a_template_has_no_access_to_the_clock(tmp_path: Path) -> None:

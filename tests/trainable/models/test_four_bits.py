@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.fakes.hub_models import ARCHITECTURES, make_model, write_model
 from tests.fakes.scripted import make_small_config
-from tests.fakes.trainers import check_resumption, is_finite, make_quiet_trainer, run_steps
+from tests.fakes.trainers import is_finite, make_quiet_trainer, run_steps
 from tests.trainable.models.test_lora import KL, merge_into_copy, set_adapters
 from tests.tune_study.placement.test_memory import make_paper_config, read_shape
 from trainable.config.run_config import RunConfig, apply_overrides
@@ -95,38 +95,6 @@ def test_a_policy_has_the_logits_of_its_merged_weights(dtype: torch.dtype) -> No
         distance = (compute_logits(policy) - compute_logits(make_policy(dtype, in_4_bits=False))).abs()
     assert difference.max() < (1e-4 if dtype == torch.float32 else 0.3)
     assert distance.mean() > 5 * difference.mean()  # 4 bits are not the weights themselves
-
-
-def test_gradients_of_adapters_are_those_over_the_dequantized_base() -> None:
-    policy, twin = make_policy(), make_policy(in_4_bits=False)
-    for name, module in policy.named_modules():
-        if isinstance(module, FourBitLinear):
-            twin.get_submodule(name).weight.data.copy_(module.compute_weight())  # type: ignore[union-attr,operator]
-    gradients = []
-    for model in (policy, twin):
-        compute_logits(model).square().mean().backward()
-        gradients.append({name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad})
-    assert gradients[0].keys() == gradients[1].keys()
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradient, gradients[1][name], atol=1e-6, rtol=1e-3)
-
-
-def test_policy_critic_and_reference_hold_one_base_in_4_bits() -> None:
-    trainer = make_trainer()
-    assert trainer.critic is not None
-    assert trainer.reference is not None
-    networks = (trainer.model, trainer.critic, trainer.reference)
-    layers = [[module for module in network.modules() if isinstance(module, FourBitLinear)] for network in networks]
-    assert len(layers[0]) == len(layers[1]) == len(layers[2]) == 7 * trainer.model.shape.num_hidden_layers
-    for one, *others in zip(*layers, strict=True):
-        assert one.weight.dtype == torch.uint8
-        assert all(other.weight is one.weight for other in others)
-    assert all(not weight.requires_grad for weight in trainer.reference.parameters())
-
-
-@pytest.mark.long
-def test_a_run_continues_to_the_same_rows(tmp_path: Path) -> None:
-    check_resumption(lambda: make_trainer(trainer__total_training_steps=2), tmp_path)
 
 
 @pytest.mark.long

@@ -50,14 +50,6 @@ def test_a_model_that_cannot_be_run_exactly_is_refused_by_name(case: str, tmp_pa
         load_policy(str(tmp_path), CPU)
 
 
-def test_a_model_that_looks_ahead_is_refused() -> None:
-    causal, model = make_wrapped_model("llama")
-    for layer in causal.model.layers:
-        layer.self_attn.is_causal = False
-    with pytest.raises(ValueError, match="a pass with other tokens after the positions asked for does not give"):
-        check_exact(causal, model, Path())
-
-
 ROUTES = {
     "reading into a cache": "extend",
     "scoring a tree after a cache": "forward_tree",

@@ -1,13 +1,10 @@
 """The trainer in games other than Sokoban: rows, evaluations, and random numbers of the environment."""
 
 from itertools import chain
-from pathlib import Path
 
 import pytest
 
-from tests.fakes.scripted import make_random_model
 from tests.fakes.trainers import is_finite
-from tests.strategies.examples import thin_out
 from trainable.config.run_config import apply_overrides
 from trainable.diagnostics.gradient_analysis import DIAGNOSTICS
 from trainable.envs.games.mastermind import compute_consistent_share
@@ -16,21 +13,12 @@ from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.records import STEP_COLUMNS
 from trainable.tiny.__main__ import make_config
 from trainable.tiny.policies import FROZENLAKE_TINY, MASTERMIND_TINY
-from trainable.tiny.recipe import TinyPolicy, write_model
 
 POLICIES = {"frozenlake": FROZENLAKE_TINY, "mastermind": MASTERMIND_TINY}
 
 
-@pytest.fixture(scope="module")
-def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model with random weights for each game."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in POLICIES}
-    for name, policy in POLICIES.items():
-        write_model(make_random_model(policy.make_shape(), std=0.1), folders[name], policy.pieces)
-    return folders
-
-
-def make_trainer(policy: TinyPolicy, folder: Path, **overrides: object) -> PPOTrainer:
+def make_trainer(game: str, **overrides: object) -> PPOTrainer:
+    """Make a trainer of the shipped policy of a game."""
     settings = {
         "env.env_groups": 2,
         "env.group_size": 4,
@@ -42,29 +30,18 @@ def make_trainer(policy: TinyPolicy, folder: Path, **overrides: object) -> PPOTr
         "filter.rollout_filter_include_zero": True,
         **{key.replace("__", "."): value for key, value in overrides.items()},
     }
-    return PPOTrainer(apply_overrides(make_config(str(folder), policy), settings), diagnostics=DIAGNOSTICS)
+    config = make_config(f"{game}-tiny", POLICIES[game])
+    return PPOTrainer(apply_overrides(config, settings), diagnostics=DIAGNOSTICS)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("game", thin_out(POLICIES, 2))
-def test_a_step_has_the_columns_of_any_game(random_models: dict[str, Path], game: str) -> None:
-    trainer = make_trainer(POLICIES[game], random_models[game])
-    row, names = trainer.step().row, {column.name for column in STEP_COLUMNS}
-    assert set(row) <= names
-    assert is_finite(row)
-    assert {"val_success", "train_success", "base_val_greedy_success"} <= set(row)
-    row, evaluations = trainer.evaluate_final()
-    assert row["test_success"] is not None
-    assert [len(evaluation.levels) for evaluation in evaluations] == [6, 4, 4]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("game", ["frozenlake", "mastermind"])
-def test_only_mastermind_measures_consistent_guesses(game: str) -> None:
-    """With the shipped policies, so that actions are valid."""
-    policy = POLICIES[game]
-    trainer = make_trainer(policy, Path(f"{game}-tiny"), model__path=f"{game}-tiny", env__val_env_groups=32)
+@pytest.mark.parametrize("game", POLICIES)
+def test_rows_have_the_columns_of_any_game_and_those_of_its_measures(game: str) -> None:
+    trainer = make_trainer(game, env__val_env_groups=32)
     row = trainer.step().row
+    assert {"val_success", "train_success", "base_val_greedy_success"} <= set(row)
+    assert set(row) <= {column.name for column in STEP_COLUMNS}
+    assert is_finite(row)
     columns = {name for name in row if name.endswith("consistent_guesses")}
     expected = {"train_consistent_guesses", "val_consistent_guesses", "base_val_consistent_guesses"}
     assert columns == (expected if game == "mastermind" else set())
@@ -81,8 +58,7 @@ def test_only_mastermind_measures_consistent_guesses(game: str) -> None:
 @pytest.mark.long
 def test_slips_do_not_depend_on_what_is_sampled_nor_samples_on_slips() -> None:
     """Arms of other success rates see the same first replies, and equal actions meet equal random numbers."""
-    model = {"folder": Path("frozenlake-tiny"), "model__path": "frozenlake-tiny"}
-    trainers = [make_trainer(FROZENLAKE_TINY, **model, env__success_rate=rate) for rate in (1.0, 0.3)]
+    trainers = [make_trainer("frozenlake", env__success_rate=rate) for rate in (1.0, 0.3)]
     steady, slippery = (trainer.roll_out(trainer.levels[0][:1], 64, "sampling") for trainer in trainers)
     assert [episode.texts[0] for episode in steady] == [episode.texts[0] for episode in slippery]
     assert [episode.texts for episode in steady] != [episode.texts for episode in slippery]

@@ -65,15 +65,6 @@ def test_the_reference_is_the_policy_of_the_last_sync(settings: dict[str, object
     assert third["kl_loss"] < fixed_third["kl_loss"]
 
 
-def test_a_mixture_lies_between() -> None:
-    trainer = make_quiet_trainer(**{**SYNC, "trainer__ref_model_sync_steps": 1, "trainer__ref_model_mixup_alpha": 0.25})
-    initial = copy_reference(trainer)
-    run_steps(trainer, 1)
-    for name, weight in copy_reference(trainer).items():
-        policy_weight = dict(trainer.model.named_parameters())[name].detach()
-        torch.testing.assert_close(weight, 0.25 * policy_weight + 0.75 * initial[name])
-
-
 def test_a_reference_is_reset_after_a_step_whose_kl_is_above_the_threshold() -> None:
     plain, patient = make_quiet_trainer(**KL), make_quiet_trainer(**{**KL, "trainer__ref_model_reset_kl": 100})
     plain_rows, patient_rows = run_steps(plain, 3), run_steps(patient, 3)

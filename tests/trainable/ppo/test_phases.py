@@ -13,7 +13,6 @@ from trainable.config.seeds import make_rng
 from trainable.ppo import phases
 from trainable.ppo.phases import (
     PhaseTimer,
-    compute_mfu,
     estimate_forward_flops,
     estimate_rollout_flops,
     estimate_training_flops,
@@ -90,11 +89,6 @@ def test_phases_that_are_off_have_no_flops() -> None:
     assert estimate_phases(actor__ppo_epochs=2)["update_actor"] == pytest.approx(2 * estimate_phases()["update_actor"])
     tpo = estimate_phases(actor__policy_loss="tpo", algorithm__adv_estimator="group_skill", actor__use_kl_loss=False)
     assert tpo["update_actor"] == pytest.approx(4 / 3 * estimate_phases()["update_actor"])
-
-
-def test_mfu_is_flops_over_time_and_peak() -> None:
-    seconds = {"values": 2.0, "update_actor": 0.0}
-    assert compute_mfu({"values": 30.0, "update_actor": 5.0, "reference": 5.0}, seconds, 10.0) == {"values": 1.5}
 
 
 def test_rows_have_the_mfu_of_each_phase(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,14 +123,6 @@ def test_further_batches_draw_their_own_numbers_whatever_the_length_of_the_run()
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_without_a_useful_group_in_any_batch_a_step_is_empty(random_folder: Path) -> None:
-    trainer = make_quiet_trainer(**REFILL, model__path=str(random_folder))
-    old_weights = copy_weights(trainer)
-    (row,) = run_steps(trainer, 1)
-    assert (row["gen_batches"], row["groups"], row["groups_kept"], row["consecutive_empty_steps"]) == (4, 12, 0, 1)
-    assert not has_changed(trainer, old_weights, "actor/")
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

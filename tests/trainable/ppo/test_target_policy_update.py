@@ -92,8 +92,8 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     assert float((actual - expected).norm() / expected.norm()) < 1e-6
 
 
-@pytest.mark.parametrize("tokens_per_pass", [1, 40, 10_000])
-@pytest.mark.parametrize("micro_batch_size", [1, 4, 8])
+@pytest.mark.parametrize("tokens_per_pass", [1, 40])
+@pytest.mark.parametrize("micro_batch_size", [1, 8])
 def test_any_split_into_passes_gives_the_gradient_of_the_whole_loss(
     monkeypatch: pytest.MonkeyPatch, tokens_per_pass: int, micro_batch_size: int
 ) -> None:
@@ -120,16 +120,6 @@ def test_kl_and_entropy_are_added_as_to_any_policy_loss() -> None:
     means = meter.compute_means()
     assert {"kl_loss", "entropy_loss", "ppo_kl", "tpo_target_entropy", "tpo_target_top_prob"} <= set(means)
     assert "pg_clipfrac" not in means
-
-
-@pytest.mark.parametrize("nats", [-50.0, 50.0])
-def test_ppo_kl_counts_50_nats_as_20_and_the_gradient_does_not_depend_on_it(nats: float) -> None:
-    # All episodes have equally many trained tokens, so the shift moves all sums alike, and no target.
-    shifted_batch = BATCH._replace(logprobs=(BATCH.logprobs + nats) * BATCH.mask)
-    shifted_gradients, meter = run_update(MODEL, batch=shifted_batch)
-    assert meter.compute_means()["ppo_kl"] == pytest.approx(20.0 if nats > 0 else -20.0)
-    for shifted_gradient, gradient in zip(shifted_gradients, run_update(MODEL)[0], strict=True):
-        torch.testing.assert_close(shifted_gradient, gradient, rtol=1e-3, atol=1e-4)
 
 
 class Threads:
@@ -189,14 +179,6 @@ def test_a_run_trains_and_reports_its_targets() -> None:
         assert "pg_clipfrac" not in row
     assert has_changed(trainer, old_weights, "actor/")
     assert trainer.critic is None
-
-
-def test_the_first_update_moves_the_policy_towards_skilled_rollouts() -> None:
-    """With the whole batch as one mini-batch, p is still the old policy, and the loss is the cross-entropy."""
-    trainer = make_quiet_trainer(**TPO, actor__ppo_mini_batch_size=8)
-    (row,) = run_steps(trainer, 1)
-    assert row["pg_loss"] > row["tpo_target_entropy"]
-    assert abs(row["ppo_kl"]) < 1e-5
 
 
 def test_no_episode_is_copied_into_a_group() -> None:

@@ -84,31 +84,26 @@ def test_the_critic_has_a_lambda_of_its_own(has_turns: bool) -> None:
     assert torch.equal(equal.returns, actor.returns)
 
 
-def test_with_lambda_1_the_critic_is_fitted_to_the_score_whatever_it_predicts() -> None:
-    returns = compute_targets(lam=0.5, critic_lam=1.0).returns
-    assert_close(returns, broadcast_per_sequence(SCORES))
-    assert compute_targets(lam=0.5).returns.sub(returns)[BATCH.mask].abs().max() > 0.1
-
-
 SCORES, GROUPS = BATCH.scores.tolist(), BATCH.group_ids.tolist()
 
 
-@pytest.mark.parametrize("by_std", [True, False])
-def test_grpo(by_std: bool) -> None:
-    actual = compute_targets(adv_estimator="grpo", norm_adv_by_std_in_grpo=by_std)
-    assert_close(actual.advantages, broadcast_per_sequence(oracle.grpo(SCORES, GROUPS, by_std)))
+# Of each estimator without a critic: settings, and the advantages of the episodes.
+CRITIC_FREE: dict[str, tuple[dict[str, object], list[float]]] = {
+    "grpo": ({"adv_estimator": "grpo"}, oracle.grpo(SCORES, GROUPS, norm_by_std=True)),
+    "unscaled": ({"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False}, oracle.grpo(SCORES, GROUPS, False)),
+    "none": ({"adv_estimator": "grpo", "scale_rewards": "none"}, oracle.grpo(SCORES, GROUPS, norm_by_std=False)),
+    "batch": ({"adv_estimator": "grpo", "scale_rewards": "batch"}, oracle.batch_grpo(SCORES, GROUPS)),
+    "rloo": ({"adv_estimator": "rloo"}, oracle.rloo(SCORES, GROUPS)),
+    "skill": ({"adv_estimator": "group_skill"}, oracle.group_skill(SCORES, GROUPS)),
+}
+
+
+@pytest.mark.parametrize("name", CRITIC_FREE)
+def test_an_estimator_without_a_critic_compares_the_scores_of_a_group(name: str) -> None:
+    settings, expected = CRITIC_FREE[name]
+    actual = compute_targets(**settings)
+    assert_close(actual.advantages, broadcast_per_sequence(expected))
     assert not actual.returns.any()
-
-
-def test_grpo_with_the_std_of_the_batch() -> None:
-    actual = compute_targets(adv_estimator="grpo", scale_rewards="batch")
-    assert_close(actual.advantages, broadcast_per_sequence(oracle.batch_grpo(SCORES, GROUPS)))
-    unscaled = compute_targets(adv_estimator="grpo", scale_rewards="none")
-    assert_close(unscaled.advantages, broadcast_per_sequence(oracle.grpo(SCORES, GROUPS, norm_by_std=False)))
-
-
-def test_rloo() -> None:
-    assert_close(compute_targets(adv_estimator="rloo").advantages, broadcast_per_sequence(oracle.rloo(SCORES, GROUPS)))
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
@@ -116,33 +111,23 @@ def test_reinforce_plus_plus(gamma: float) -> None:
     rows = zip(place_scores_at_the_end(), MASK, strict=True)
     to_go = [oracle.reward_to_go(rewards, mask, gamma) for rewards, mask in rows]
     assert_close(compute_targets(adv_estimator="reinforce_plus_plus", gamma=gamma).advantages, whiten(to_go))
-
-
-def test_reinforce_plus_plus_with_a_baseline() -> None:
-    groups = oracle.gather_groups(SCORES, GROUPS)
-    centerd = [score - sum(group) / len(group) for score, group in zip(SCORES, groups, strict=True)]
-    rows = [[x if m else 0.0 for m in mask] for x, mask in zip(centerd, MASK, strict=True)]
-    assert_close(compute_targets(adv_estimator="reinforce_plus_plus_baseline").advantages, whiten(rows))
+    centered = broadcast_per_sequence(oracle.grpo(SCORES, GROUPS, norm_by_std=False)).tolist()
+    assert_close(compute_targets(adv_estimator="reinforce_plus_plus_baseline").advantages, whiten(centered))
 
 
 ESTIMATORS = tuple(ADVANTAGE_ESTIMATORS)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_the_filters_scale_multiplies_advantages_after_whitening_and_leaves_returns(estimator: str) -> None:
+def test_scale_and_zero_act_on_advantages_after_whitening_and_leave_returns(estimator: str) -> None:
     plain, scaled = compute_targets(adv_estimator=estimator), compute_targets(0.25, adv_estimator=estimator)
+    zero = compute_targets(adv_estimator=estimator, zero_task_advantage=True)
     assert plain.advantages.abs().max() > 0.5
     torch.testing.assert_close(scaled.advantages, 0.25 * plain.advantages)
-    assert torch.equal(scaled.returns, plain.returns)
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_zero_task_advantage_leaves_what_the_critic_aims_at(estimator: str) -> None:
-    plain = compute_targets(adv_estimator=estimator)
-    zero = compute_targets(adv_estimator=estimator, zero_task_advantage=True)
     assert not zero.advantages.any()
-    assert torch.equal(zero.returns, plain.returns)
-    assert torch.equal(zero.values, plain.values)
+    for other in (scaled, zero):
+        assert torch.equal(other.returns, plain.returns)
+        assert torch.equal(other.values, plain.values)
 
 
 def penalise_scores(kl_coef: float) -> list[list[float]]:

@@ -13,7 +13,6 @@ from search_spaces.declaration.presets import PRESETS
 from tests.fakes.scripted import clone_tensors, make_small_config
 from tests.fakes.trainers import check_resumption, drop_times, has_same_weights, make_quiet_trainer, run_steps
 from trainable.config.run_config import RunConfig, apply_overrides
-from trainable.envs import level_sets
 from trainable.envs.sokoban.generate import make_test_levels
 from trainable.models.load import allow_for_engine, pick_device, prepare_device
 from trainable.ppo.evaluation import Evaluation, summarize_validation
@@ -63,23 +62,6 @@ def test_validation_always_plays_the_same_levels_with_fresh_draws() -> None:
     assert all(e.levels == tuple(range(123, 187)) for e in evaluations)
     assert len({e.clusters for e in evaluations}) == 1
     assert len({e.successes for e in evaluations}) == len(evaluations) == 4
-
-
-def test_validation_has_its_own_temperature() -> None:
-    trainer = PPOTrainer(make_small_config(rollout__val_temperature=0.0, env__val_env_groups=32))
-    sampled, greedy = trainer.step().evaluations[:2]
-    assert (sampled.mode, greedy.mode) == ("sampled", "greedy")
-    assert sampled.successes == greedy.successes
-
-
-def test_levels_that_are_alike_share_a_cluster() -> None:
-    trainer = PPOTrainer(make_small_config(env__val_env_groups=64))
-    evaluation = trainer.evaluate("val", "sampled")
-    keys = [level.key for level in trainer.val_levels]
-    for first in range(64):
-        for second in range(first):
-            assert (evaluation.clusters[first] == evaluation.clusters[second]) == (keys[first] == keys[second])
-    assert len(set(evaluation.clusters)) < 64
 
 
 def test_success_on_unseen_levels_leaves_out_levels_of_the_training_run() -> None:
@@ -178,14 +160,6 @@ def test_resumed_equals_straight_through(name: str, tmp_path: Path) -> None:
     check_resumption(lambda: PPOTrainer(settings), tmp_path, stops=(1, 2) if name == "gae" else (2,))
 
 
-def test_steps_in_a_row_with_nothing_kept_are_counted_across_a_restart(random_folder: Path) -> None:
-    settings = {"model__path": str(random_folder), "filter__rollout_filter_include_zero": False}
-    trainer, restarted_trainer = make_quiet_trainer(**settings), make_quiet_trainer(**settings)
-    assert run_steps(trainer, 1)[0]["consecutive_empty_steps"] == 1
-    restarted_trainer.load_state(*trainer.get_state())
-    assert run_steps(restarted_trainer, 1)[0]["consecutive_empty_steps"] == 2
-
-
 @pytest.mark.long
 def test_a_used_trainer_goes_back_to_a_state_it_loads() -> None:
     trainer = make_quiet_trainer()
@@ -237,15 +211,6 @@ def test_seeds_change_levels_draws_and_critic_and_never_validation_levels() -> N
     assert evaluations[1] == other_evaluations[1]  # greedy: no draw, the same policy
 
 
-def test_seeds_draw_differently_in_the_same_levels() -> None:
-    zero, one = make_quiet_trainer(seed=0, env__seed_train=1_010_000), make_quiet_trainer(seed=1)
-    levels = [[level.seed for levels in trainer.levels for level in levels] for trainer in (zero, one)]
-    assert levels[0] == levels[1]
-    one_row, zero_row = run_steps(one, 1)[0], run_steps(zero, 1)[0]
-    assert one_row["sampled_tokens"] != zero_row["sampled_tokens"]
-    assert one_row["entropy"] != zero_row["entropy"]
-
-
 def test_arms_of_one_seed_start_alike() -> None:
     """Levels, random numbers and the base validation are paired across arms, which differ after the first update."""
     baseline, arm = PPOTrainer(make_small_config()), PPOTrainer(make_small_config(actor__entropy_coeff=0.5))
@@ -254,18 +219,6 @@ def test_arms_of_one_seed_start_alike() -> None:
     columns = ("train_reward", "sampled_tokens", "value_mean", "vf_loss", "pg_loss")
     assert [baseline_step.row[name] for name in columns[:-1]] == [arm_step.row[name] for name in columns[:-1]]
     assert not has_same_weights(baseline, arm)
-
-
-@pytest.mark.parametrize("seed", [0, 3])
-def test_training_and_validation_levels_are_no_test_levels(seed: int) -> None:
-    levels = {"env__env_groups": 8, "env__test_env_groups": 512, "env__val_env_groups": 512}
-    trainer = PPOTrainer(make_small_config(**levels, seed=seed, trainer__total_training_steps=50))
-    test_keys = level_sets.collect_level_keys(trainer.test_levels)
-    trained = [level for levels in trainer.levels for level in levels]
-    assert len(trained) == 400
-    assert len(test_keys) == 512
-    assert not test_keys & level_sets.collect_level_keys(trained)
-    assert not test_keys & level_sets.collect_level_keys(trainer.val_levels)
 
 
 def test_the_device_is_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

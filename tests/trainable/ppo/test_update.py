@@ -133,9 +133,7 @@ def test_the_loss_is_the_published_one_in_every_aggregation(mode: str) -> None:
     compare(ActorConfig(**CUT, **kl_settings, loss_agg_mode=mode, entropy_coeff=0.3))
 
 
-@pytest.mark.parametrize(
-    "kl_type", ["kl", "k1", "abs", "mse", "k2", "k3", "full", "kl+", "abs+", "mse+", "low_var_kl+", "k3+"]
-)
+@pytest.mark.parametrize("kl_type", ["kl", "abs", "mse", "full", "low_var_kl+"])
 def test_the_kl_term_is_the_published_one_of_every_kind(kl_type: str) -> None:
     compare(ActorConfig(**CUT, use_kl_loss=True, kl_loss_coef=2.0, kl_loss_type=kl_type))
 
@@ -155,7 +153,7 @@ def test_the_batch_reaches_both_clips_and_every_epoch_repeats_all_mini_batches()
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("tokens", [1, 37, 60, 10_000])
+@pytest.mark.parametrize("tokens", [1, 37])
 def test_gradients_do_not_depend_on_where_passes_are_cut(
     tokens: int, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,14 +177,6 @@ def test_gradients_do_not_depend_on_chunks_of_the_vocabulary(
     actual, actual_meter = run_update(settings)
     assert_same_steps(expected, actual)
     assert actual_meter.compute_means() == pytest.approx(meter.compute_means(), rel=1e-4, abs=1e-6)
-
-
-def test_the_means_of_micro_batches_are_not_the_mean_over_tokens() -> None:
-    """With one micro-batch per mini-batch, the gradient differs from the published one."""
-    two_micro_batches, _ = run_update(ActorConfig(**CUT))
-    one_micro_batch, _ = run_update(ActorConfig(**{**CUT, "ppo_micro_batch_size_per_gpu": 8}))
-    differences = map(torch.sub, two_micro_batches.steps[0], one_micro_batch.steps[0])
-    assert max(float(difference.abs().max()) for difference in differences) > 1e-3
 
 
 # ---------------------------------------------------------------------------- the policy that sampled
@@ -215,25 +205,6 @@ def test_ppo_kl_has_the_sign_of_the_old_log_prob_and_counts_50_nats_as_20(nats: 
 @pytest.mark.parametrize("nats", [-50.0, 50.0])
 def test_the_update_of_far_old_log_probs_is_the_published_one(nats: float) -> None:
     compare(ActorConfig(**CUT), shift_old_logprobs(BATCH, nats, every=5))
-
-
-def test_at_ratio_one_the_loss_is_minus_the_advantages_and_moves_towards_them() -> None:
-    settings = ActorConfig(**CUT, loss_agg_mode="seq-mean-token-sum-norm")
-    advantages = BATCH.mask.float()
-    recorder, meter = run_update(settings, make_on_policy_batch(), TARGETS._replace(advantages=advantages))
-    # Mini-batches of 8 and 4 in micro-batches of 4: each token has the weight 1 / (padded length * micro-batches).
-    mini_batch_losses = [
-        -float(BATCH.mask[rows].sum()) / BATCH.tokens.shape[1] / count
-        for rows, count in zip(ORDER.split(8), (2, 1), strict=True)
-    ]
-    assert meter.compute_means()["pg_loss"] == pytest.approx(sum(mini_batch_losses) / 2, rel=1e-5)
-    twin = make_hub_twin(MODEL)
-    logprobs = (twin(input_ids=BATCH.tokens).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
-    objective = logprobs.gather(-1, BATCH.tokens[:, 1:, None])[..., 0][ORDER[:8]][BATCH.mask[ORDER[:8]][:, 1:]].sum()
-    objective.backward()
-    step = name_gradients(recorder, MODEL)[0]
-    scale = 2 * BATCH.tokens.shape[1]
-    assert_close({n: -scale * g for n, g in step.items()}, {n: w.grad for n, w in twin.named_parameters()})
 
 
 # ---------------------------------------------------------------------------- optimizer steps
@@ -298,16 +269,6 @@ def test_the_value_loss_is_the_published_one() -> None:
     assert means["vf_clipfrac"] == pytest.approx(clipped_tokens / sum(tokens))
     assert 0.1 < means["vf_clipfrac"] < 0.9
     assert means["critic_grad_norm"] > 0
-
-
-def test_a_critics_step_that_is_not_finite_is_skipped_too() -> None:
-    critic = copy.deepcopy(CRITIC)
-    returns = TARGETS.returns.clone()
-    returns[BATCH.mask] = float("nan")
-    backend, targets = make_backend(critic, make_adam(critic)), TARGETS._replace(returns=returns)
-    meter = update_critic(critic, backend, BATCH, targets, ORDER, CRITIC_CUT)
-    assert (meter.optimizer_steps, meter.skipped_steps) == (2, 2)
-    assert all(torch.equal(a, b) for a, b in zip(critic.parameters(), CRITIC.parameters(), strict=True))
 
 
 def test_on_a_shared_trunk_the_value_loss_joins_with_its_weight() -> None:

@@ -26,8 +26,8 @@ from trainable.envs.prompts import END_OF_MESSAGE, format_reply, make_prompt_tem
 from trainable.models.codec import Codec
 from trainable.rollout.engine import recompute_logprobs
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.episode_loop import Branching, RolloutRequest, TurnPlayer, draw_luck
-from trainable.rollout.sampler import Conversation, RowStreams, SampledReply, SamplingParams
+from trainable.rollout.episode_loop import Branching, RolloutRequest, TurnPlayer
+from trainable.rollout.sampler import Conversation, SampledReply, SamplingParams
 from trainable.tiny.policies import FROZENLAKE_TINY
 
 GAME = FrozenLake()
@@ -54,10 +54,10 @@ class RandomSampler:
     conversations: list["RandomConversation"] = field(default_factory=list)
 
     def start_conversation(
-        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: RowStreams
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, rngs: Sequence[np.random.Generator]
     ) -> Conversation:
-        histories = [list(prompt) for prompt in prompts for _ in range(group_size)]
-        conversation = RandomConversation(self, len(self.conversations), histories, rng.spawn(len(histories)))
+        histories = [list(prompt) for prompt in prompts for _ in range(len(rngs) // len(prompts))]
+        conversation = RandomConversation(self, len(self.conversations), histories, rngs)
         self.conversations.append(conversation)
         return conversation
 
@@ -67,7 +67,7 @@ class RandomConversation(Conversation):
     sampler: RandomSampler
     number: int
     histories: list[list[int]]
-    rngs: list[np.random.Generator]
+    rngs: Sequence[np.random.Generator]
     turn: int = 0
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
@@ -196,31 +196,6 @@ def test_a_branch_is_a_copy_of_its_parent_up_to_its_node_and_new_after_it(
         assert lines == sorted(tuple(e.tokens.tolist()) for n, e in enumerate(episodes) if n % size in of_round)
 
 
-@pytest.mark.parametrize(("branches", "rounds", "trees"), SHAPES)
-def test_actions_and_random_numbers_replay_the_rewards_of_branches(branches: int, rounds: int, trees: int) -> None:
-    size = 1 + branches * rounds
-    episodes = play(size * trees, branches, rounds)
-    luck = draw_luck(np.random.default_rng(1), len(episodes), LIMITS, 512)
-    for number, tree in enumerate(split_into_trees(episodes, size)):
-        lucks = []
-        for place, episode in enumerate(tree):
-            # Before its node, a branch has the random numbers of its parent, and after it those of its own index.
-            lucks.append(luck[number * size + place].copy())
-            if place:
-                parent = find_parent(tree, place, branches)
-                index = next(n for n, other in enumerate(tree) if other is parent)
-                lucks[place][: episode.prefix_turns] = lucks[index][: episode.prefix_turns]
-            (state,) = GAME.start([LEVELS[episode.group]])
-            for turn, actions in enumerate(episode.turn_actions):
-                outcome = GAME.step([state], [actions], lucks[place][turn][None])
-                penalty = -0.1 * (not episode.turn_validity[turn])
-                assert episode.turn_rewards[turn] == pytest.approx(float(outcome.rewards[0]) + penalty)
-                assert int(outcome.action_counts[0]) == len(actions)
-                (state,) = outcome.states
-            assert bool(outcome.success[0]) == episode.success
-    assert any(e.success for e in episodes) or any(e.stop_reason == StopReason.FAILURE for e in episodes)
-
-
 def test_nodes_are_drawn_uniformly_from_the_root_and_the_starts_of_later_turns() -> None:
     """Evenly spaced numbers draw each node once: those of shared turns count once, and ends never."""
     (chain,) = play(1, ranks=[1])
@@ -330,29 +305,6 @@ def test_training_episodes_branch_and_those_of_validations_do_not() -> None:
     assert all(branched_row[name] == plain_row[name] for name in base_columns)
     assert branched_row.keys() - plain_row.keys() == {"train_shared_tokens"}
     assert branched_row["sampled_tokens"] < plain_row["sampled_tokens"]
-
-
-def test_branches_go_with_further_batches_masks_and_analyses() -> None:
-    settings = {
-        "env__group_size": 2,
-        "env__env_groups": 4,
-        "rollout__temperature": 1.0,
-        "filter__rollout_filter_include_zero": False,
-        "filter__max_num_gen_batches": 3,
-        "filter__mask_void_turns": True,
-    }
-    trainer = make_quiet_trainer(**{**TREES, **settings})
-    batches = record_results(trainer, "_prepare_selected")
-    (row,) = run_steps(trainer, 1)
-    (batch, targets, _) = batches[0]
-    assert row["gen_batches"] > 1
-    assert row["masked_episodes"] > 0
-    assert not batch.prefix_trees.any()
-    # Trees of equal number in other groups are other trees, so that advantages sum to 0 in each.
-    advantages = targets.advantages.sum(1) / (targets.advantages != 0).sum(1)
-    assert advantages.view(-1, 2).sum(1).tolist() == pytest.approx([0] * row["groups_kept"], abs=1e-4)
-    analyzed = make_quiet_trainer(**TREES, trainer__gradient_analysis_mode=True)
-    assert analyzed.step().gradients
 
 
 def test_the_published_names_are_aliases() -> None:

@@ -139,8 +139,9 @@ def plan_turns(turns: int, num_rows: int) -> Iterator[tuple[list[int], list[list
 def play_turns(sampler: Sampler, temperature: float, turns: int, copies: int = 3) -> list[list[SampledReply]]:
     """Replies of each turn of `plan_turns`, to prompts of unequal lengths."""
     params = SamplingParams(temperature, REPLY_TOKENS, 2)
-    conversation = sampler.start_conversation(PROMPTS, copies, params, np.random.default_rng(3))
-    return [conversation.sample_replies(*turn) for turn in plan_turns(turns, len(PROMPTS) * copies)]
+    num_rows = len(PROMPTS) * copies
+    conversation = sampler.start_conversation(PROMPTS, params, np.random.default_rng(3).spawn(num_rows))
+    return [conversation.sample_replies(*turn) for turn in plan_turns(turns, num_rows)]
 
 
 def compute_distance_to_boundary(
@@ -212,8 +213,9 @@ def test_a_reply_ends_at_each_of_the_stop_tokens(sampler_class: type[TorchSample
 
     def sample(*other_stop_tokens: int) -> list[SampledReply]:
         params = SamplingParams(1.0, REPLY_TOKENS, 2, other_stop_tokens)
-        conversation = sampler_class(model).start_conversation(PROMPTS, 8, params, np.random.default_rng(3))
-        return conversation.sample_replies(range(8 * len(PROMPTS)), [[]] * 8 * len(PROMPTS))
+        rngs = np.random.default_rng(3).spawn(8 * len(PROMPTS))
+        conversation = sampler_class(model).start_conversation(PROMPTS, params, rngs)
+        return conversation.sample_replies(range(len(rngs)), [[]] * len(rngs))
 
     whole = sample()
     # The two tokens that occur in most replies before their end.
@@ -242,14 +244,14 @@ def test_a_conversation_has_the_weights_of_its_start() -> None:
     model = make_random_model(make_qwen2_shape(), seed=5, std=0.25)
     params = SamplingParams(0.0, 7, 2)
     first, second = (
-        CompiledSampler(model).start_conversation([[5, 6]], 1, params, np.random.default_rng(0)) for _ in range(2)
+        CompiledSampler(model).start_conversation([[5, 6]], params, np.random.default_rng(0).spawn(1)) for _ in range(2)
     )
     expected = first.sample_replies([0], [[]])[0]
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(-1)
     assert second.sample_replies([0], [[]])[0].token_ids.tolist() == expected.token_ids.tolist()
-    changed = CompiledSampler(model).start_conversation([[5, 6]], 1, params, np.random.default_rng(0))
+    changed = CompiledSampler(model).start_conversation([[5, 6]], params, np.random.default_rng(0).spawn(1))
     assert changed.sample_replies([0], [[]])[0].token_ids.tolist() != expected.token_ids.tolist()
 
 
@@ -257,7 +259,7 @@ def test_a_token_that_the_model_does_not_have_is_refused() -> None:
     sampler = CompiledSampler(make_random_model(make_qwen2_shape()))
     for token in (-1, 23):
         with pytest.raises(IndexError, match="the model has 23 embeddings"):
-            sampler.start_conversation([[5, token]], 1, SamplingParams(0.0, 7, 2), np.random.default_rng(0))
+            sampler.start_conversation([[5, token]], SamplingParams(0.0, 7, 2), np.random.default_rng(0).spawn(1))
 
 
 @pytest.mark.parametrize("layers", ["all-linear", ["up_proj"]], ids=str)
@@ -276,21 +278,10 @@ def test_the_stored_machine_code_names_no_class_of_ours() -> None:
         assert "NamedTuple" not in str(kernel.signatures)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "problem"),
-    [
-        ({"hidden_size": 516, "num_attention_heads": 1}, "its hidden size of 516 is above 512"),
-        ({"hidden_size": 12, "num_attention_heads": 2}, "its head size of 6 is not a multiple of 4"),
-        (
-            {"vocab_size": 300_000},
-            "its largest matrix has 4,800,000 elements, and compiled code takes at most 4,000,000",
-        ),
-        ({"intermediate_size": 26}, "its intermediate size of 26 is not a multiple of 4"),
-    ],
-)
-def test_a_model_of_other_sizes_is_refused(sizes: dict[str, object], problem: str) -> None:
-    with pytest.raises(ValueError, match=f"{problem}. Sample in torch with --set rollout.name=torch"):
-        CompiledSampler(Qwen2(make_qwen2_shape(**sizes)))
+def test_a_model_of_other_sizes_is_refused() -> None:
+    message = "its largest matrix has 4,800,000 elements, .* Sample in torch with --set rollout.name=torch"
+    with pytest.raises(ValueError, match=message):
+        CompiledSampler(Qwen2(make_qwen2_shape(vocab_size=300_000)))
 
 
 # ---------------------------------------------------------------------------- the shipped policies

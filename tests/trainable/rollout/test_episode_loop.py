@@ -1,7 +1,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -322,26 +322,9 @@ def test_an_episode_goes_on_while_others_wait() -> None:
     assert order == [0] * 5 + [1] * 5
 
 
-class EchoGame:
-    """An environment, prompt template and codec in one: a level is its prompt, and a character is a token."""
-
-    def start(self, levels: Sequence[str]) -> Sequence[str]:
-        return levels
-
-    def format_first_turn(self, observation: Observation[str]) -> str:
-        return observation.state
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [list(map(ord, text)) for text in texts]
-
-
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_the_longest_first_prompt_has_to_fit_wherever_it_is(place: int) -> None:
-    game = cast(Any, EchoGame())
-    player = TurnPlayer(game, game, game, TurnLimits(2, 3, 6), 0.0, context_length=20)
-    levels = cast(Any, ["short", "short", "short"])
-    player.check_first_turns(levels, response_length=15)
-    assert player.encode_first_turn(levels[0]) == list(map(ord, "short"))
-    levels[place] = "longer"
-    with pytest.raises(ValueError, match=r"may need 21 tokens \(6 of the prompt and rollout\.response_length=15\)"):
-        player.check_first_turns(levels, response_length=15)
+def test_the_longest_first_prompt_and_a_whole_reply_have_to_fit() -> None:
+    tokens = max(len(PLAYER.encode_first_turn(level)) for level in LEVELS)
+    replace(PLAYER, context_length=tokens + 24).check_first_turns(LEVELS, response_length=24)
+    message = rf"may need {tokens + 24} tokens \({tokens} of the prompt and rollout\.response_length=24\)"
+    with pytest.raises(ValueError, match=message):
+        replace(PLAYER, context_length=tokens + 23).check_first_turns(LEVELS, response_length=24)

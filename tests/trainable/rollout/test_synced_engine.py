@@ -55,16 +55,6 @@ def test_a_copy_without_noise_samples_as_the_policy(overrides: dict[str, object]
 
 
 @pytest.mark.long
-def test_more_noise_is_more_mismatch() -> None:
-    rows = [run_steps(make_noisy_trainer(noise), 2) for noise in (0.001, 0.01, 0.1)]
-    means = [[row["engine_mismatch_mean"] for row in noisy_rows] for noisy_rows in rows]
-    for step in range(2):
-        assert 0 < means[0][step] < means[1][step] < means[2][step]
-    # To first order, log-probs change in proportion to the noise.
-    assert 5 < means[1][0] / means[0][0] < 20
-
-
-@pytest.mark.long
 def test_a_run_with_noise_continues_to_the_same_rows(tmp_path: Path) -> None:
     check_resumption(lambda: make_noisy_trainer(0.02), tmp_path)
 
@@ -109,16 +99,6 @@ def test_every_weight_has_noise_of_its_own(rank: int) -> None:
         assert abs(float(torch.corrcoef(torch.stack([noises[a], noises[b]]))[0, 1])) < 0.1, (a, b)
 
 
-def test_the_engine_has_the_noisy_weights_of_the_last_sync() -> None:
-    trainer = make_noisy_trainer(0.05)
-    trainer.step()
-    assert isinstance(trainer.engine, SyncedEngine)
-    expected = dict(iter_noisy_weights(trainer.model, 0.05, make_rng(0, "engine_noise", 1)))
-    actual = dict(iter_hub_weights(trainer.engine.sampler.model))  # type: ignore[attr-defined]
-    assert expected.keys() == actual.keys()
-    assert all(torch.equal(actual[name], weight) for name, weight in expected.items())
-
-
 CORRECTIONS = {
     "tokens": {},
     "masked tokens": {"actor__tis_mode": "token_mask", "actor__tis_imp_ratio_floor": 0.9},
@@ -148,17 +128,6 @@ def test_old_log_probs_are_the_engines_if_they_are_not_recomputed(overrides: dic
         assert not np.array_equal(expected.logprobs, expected.engine_logprobs)
         assert np.array_equal(episode.logprobs, expected.engine_logprobs if overrides else expected.logprobs)
         assert (episode.engine_logprobs is None) == bool(overrides)
-
-
-@pytest.mark.long
-def test_without_a_mismatch_it_does_not_matter_whose_log_probs_are_trained_from() -> None:
-    rows = run_steps(make_noisy_trainer(1e-30), 3)
-    own_rows = run_steps(make_noisy_trainer(1e-30, rollout__recompute_logprobs=False), 3)
-    for row, own_row in zip(rows, own_rows, strict=True):
-        missing = {name for name in row if name not in own_row}
-        assert missing == set(ENGINE_COLUMNS) - {"engine_prompt_mismatch"}
-        for name, value in own_row.items():
-            assert row[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
 
 
 def test_a_mismatch_is_in_the_ratios_of_engine_log_probs() -> None:

@@ -117,6 +117,7 @@ def test_nonfinite_gradients_weights_and_losses_are_named() -> None:
     gradients = [(name, parameter.grad) for name, parameter in named_parameters if parameter.grad is not None]
     assert find_nonfinite_gradients(gradients, torch.tensor(math.inf)) == ["gradient of b"]
     assert find_nonfinite_gradients(gradients[:1], torch.tensor(1.0)) == []
+    assert find_nonfinite_gradients(gradients[:1], torch.tensor(math.inf)) == ["norm of the gradient"]
     assert find_nonfinite_weights(named_parameters) == []
     broken.data[1] = math.nan
     assert find_nonfinite_weights(named_parameters) == ["weight b"]
@@ -127,28 +128,15 @@ def test_nonfinite_gradients_weights_and_losses_are_named() -> None:
     assert find_nonfinite_losses([("pg_loss", torch.tensor(3e38))] * 2) == []
 
 
-def test_a_gradient_whose_norm_overflows_is_named_by_its_largest_entry() -> None:
-    gradients = [("a", torch.tensor([1e20, 1.0])), ("b", torch.tensor([2.0, -3e20]))]
-    norm = torch.nn.utils.get_total_norm([gradient for _, gradient in gradients])
-    assert not torch.isfinite(norm)
-    assert find_nonfinite_gradients(gradients, norm) == ["norm of the gradient (its largest entry is 3e+20, of b)"]
-
-
 @pytest.mark.parametrize(
     ("settings", "quantity"),
     [
-        (
-            {"actor__entropy_coeff": 1e38},
-            r"finite: norm of the gradient \(its largest entry is \S+, of actor\.model\.\S+\)",
-        ),
+        ({"actor__entropy_coeff": 1e38}, "finite: norm of the gradient"),
         # Passes in torch multiply before they scale: compiled ones have finite gradients here.
         ({**IN_TORCH, "actor__entropy_coeff": 3.4e38}, r"finite: gradient of actor\.model\.embed_tokens\.weight"),
-        (
-            {"actor__use_kl_loss": True, "actor__kl_loss_coef": 1e30},
-            r"finite: norm of the gradient \(its largest entry",
-        ),
+        ({"actor__use_kl_loss": True, "actor__kl_loss_coef": 1e30}, "finite: norm of the gradient"),
         ({"env__format_penalty": -1e30, "critic__ppo_mini_batch_size": 8}, "finite: vf_loss"),
-        ({"env__format_penalty": -3e38}, r"rewards were not finite in \d of 2 groups \(such as \d"),
+        ({"env__format_penalty": -3e38}, "rewards of groups were not finite"),
         (
             {"rollout__temperature": 1.2e-38},
             "logits, divided by the temperature 1.2e-38, were not finite during sampling",
@@ -165,7 +153,7 @@ def test_a_setting_that_overflows_ends_with_the_step_and_a_quantity(settings: di
 
 def test_rewards_that_overflow_are_found_with_any_metric_of_the_filter() -> None:
     trainer = make_quiet_trainer(env__format_penalty=-3e38, filter__rollout_filter_metric="length")
-    with pytest.raises(NonFiniteError, match=r"^rewards were not finite .*, in step 1$"):
+    with pytest.raises(NonFiniteError, match=r"^rewards of groups were not finite, in step 1$"):
         trainer.step()
 
 
