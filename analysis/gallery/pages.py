@@ -5,7 +5,8 @@ what people advise, each with a recording and the contrasts that follow it; and 
 that were expected of each study that was trained for the page. It reads a recording with `record(NAME)`, a `Recorded`;
 `at_budgets` of one gives it at equal budgets, `Alarms` scores detectors on several, and `Transfer` compares studies
 with themselves elsewhere. The page ends with commands and costs, the commands in `preparation` first. It shows the
-contrasts of the studies that were trained for it, or the charts in `figures`, by name, if the template sets that.
+contrasts of the studies that were trained for it, or the charts in `figures`, by name, and explains its numbers by
+`METHOD`, or by the template's `method`.
 
 `python -m analysis.gallery.pages docs/findings` writes all pages again.
 """
@@ -31,13 +32,14 @@ from analysis.gallery.budgets import cut_at_budgets, read_curve
 from analysis.gallery.recordings import read_recording
 from analysis.gallery.transfer import compare_places
 from analysis.report.pages import draw_figures
-from analysis.sweep.alarms import compare_alarms, compare_detectors, find_distinct_ends, format_score
+from analysis.sweep.alarms import compare_alarms, compare_detectors, find_alarms, find_distinct_ends, format_score
 from analysis.sweep.collapse import count_collapses
 from analysis.sweep.contrasts import compute_contrasts
+from analysis.sweep.detectors import LOW_EVALUATION
 from analysis.sweep.tables import summarize_arms
 from analysis.sweep.verdicts import count_nouns, format_fraction, format_interval, format_p_value, format_signed
 from trainable.config.command_lines import format_command
-from trainable.config.setting_types import format_value
+from trainable.config.setting_types import format_value, parse_alarm_rule
 from trainable.files.paths import atomic_write
 
 ANSWERS = {
@@ -48,6 +50,15 @@ ANSWERS = {
     "open": "open",
 }
 """What the verdict on a contrast says of the advice that it follows."""
+METHOD = """
+Success is the mean of the last four sampled validations of a run; a run that a rule stopped keeps its last value, and
+its steps and tokens end there. Brackets are 95 % intervals over seeds, with the noise of all arms, but of an arm itself
+where it is noisier. They are not corrected for the number of contrasts: the verdict follows Holm's p over the contrasts
+of the study, which were declared before its runs. *Equal* means within a margin of 0.05, and *open* that the runs show
+neither a difference nor equality. A run collapses when its success is below half of its running maximum at two
+validations in a row, or when a stop rule ends it.
+"""
+"""How numbers of a page are made, unless its template says so itself."""
 TEMPLATES = Path(__file__).with_name("templates")
 
 
@@ -213,6 +224,14 @@ class Alarms:
         ends = pd.concat(find_distinct_ends([recorded.frames for recorded in self.records]))
         return ends[ends["seed"] >= self.first_test_seed]
 
+    def count_ahead(self, measure: str) -> int:
+        """Count the collapses that our alarm on a measure announces before the first low evaluation."""
+        rules = (parse_alarm_rule(self.rows[measure, "ours"]["rule"]), LOW_EVALUATION)
+        alarms = find_alarms([recorded.frames for recorded in self.records], rules)
+        is_scored = alarms["is_collapse"] & (alarms["seed"] >= self.first_test_seed)
+        steps = alarms[is_scored].pivot(index="run_id", columns="rule", values="alarm_step")
+        return int((steps[rules[0].text] < steps[LOW_EVALUATION.text]).sum())
+
     @cached_property
     def rows(self) -> dict[tuple[str, str], Row]:
         """Rows of `compare_alarms`, by measure and `ours`, and of `compare_detectors`, by detector and thresholds."""
@@ -351,7 +370,7 @@ def make_finding(path: Path) -> Finding:
     texts["verdict"] = re.sub(r"\s+", " ", texts["verdict"])
     trained = {name: recorded for name, recorded in records.items() if name in module.estimates}
     figures = getattr(module, "figures", {name: recorded.draw_contrasts for name, recorded in trained.items()})
-    texts["preparation"] = getattr(module, "preparation", "")
+    texts |= {"preparation": getattr(module, "preparation", ""), "method": getattr(module, "method", METHOD).strip()}
     page = _compose_page(texts, records, list(figures), module.estimates)
     title, symptoms, verdict = (texts[name] for name in ("title", "symptoms", "verdict"))
     advice = [(text, *recorded.judge(contrasts)) for text, recorded, *contrasts in module.advice]
@@ -394,12 +413,7 @@ When you see: {texts["symptoms"]}.
 
 {figures}
 
-Success is the mean of the last four sampled validations of a run; a run that a rule stopped keeps its last value, and
-its steps and tokens end there. Brackets are 95 % intervals over seeds, with the noise of all arms, but of an arm itself
-where it is noisier. They are not corrected for the number of contrasts: the verdict follows Holm's p over the contrasts
-of the study, which were declared before its runs. *Equal* means within a margin of 0.05, and *open* that the runs show
-neither a difference nor equality. A run collapses when its success is below half of its running maximum at two
-validations in a row, or when a stop rule ends it.
+{texts["method"]}
 
 ## What this does not show
 

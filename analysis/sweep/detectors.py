@@ -33,6 +33,7 @@ MEASURES: Mapping[str, tuple[str, ...]] = {
     "reward_std": ("reward_std",),
     "reward": ("train_reward",),
     "eval_score": ("val_success",),
+    "eval_score_before": ("base_val_success",),
     "zero_spread": ("zero_std_fraction", "zero_std_groups"),
     "groups_kept": ("groups_kept",),
     "grad_norm": ("actor_grad_norm",),
@@ -204,6 +205,14 @@ def find_declines(measures: Measures, numbers: Numbers) -> float | None:
     return decision.step if decision else None
 
 
+def find_low_evaluation(measures: Measures, numbers: Numbers) -> float | None:
+    """Find the first evaluation below `low` times the best one so far, that before training included."""
+    steps, values = get_series(measures, "eval_score")
+    scores = np.append(get_series(measures, "eval_score_before")[1], values)
+    lows = steps[values < numbers["low"] * np.maximum.accumulate(scores)[-len(values) :]]
+    return float(lows[0]) if len(lows) else None
+
+
 def find_stop(measures: Measures, numbers: Numbers, rule: str) -> float | None:
     """Find when a published stop rule of `stop_rules.RULES` fires, with numbers named as in `EarlyStopConfig`."""
     steps = tuple(map(int, measures["step"]))
@@ -235,7 +244,16 @@ _Z_SCORES = {"history": 100, "warmup": 20}
 _LIVE = {"every": 25, "rows": 60}
 _LIVE_TEXT = "; at each {every}-th row from {rows} rows on"
 
+LOW_EVALUATION = Detector(
+    "first low evaluation",
+    "the definition of a collapse, without its second evaluation: what an early alarm should beat",
+    "eval_score < {low:.3g} x its best so far",
+    ("eval_score", "eval_score_before"),
+    find_low_evaluation,
+    lows={"low": 0.5},
+)
 DETECTORS: tuple[Detector, ...] = (
+    LOW_EVALUATION,
     Detector(
         "RAGEN reward_variance_collapse",
         _RAGEN,

@@ -107,6 +107,13 @@ CASES: tuple[tuple[str, float | None, Series], ...] = (
     ("two-stage entropy, before training", None, {"entropy": [0.18, 0.1]}),
     ("two-stage entropy, early training", 30, {"entropy": [0.1] * 9 + [1.0] * 20 + [0.49] * 5}),
     ("two-stage entropy, early training", None, {"entropy": [1.0] * 150 + [0.1] * 50}),
+    # The best so far may be that before training.
+    ("first low evaluation", 5, {"eval_score": at_validations([0.2, 0.3]), "eval_score_before": [0.41] + [NAN] * 9}),
+    (
+        *("first low evaluation", 15),
+        {"eval_score": at_validations([0.2, 0.6, 0.29, 0.1]), "eval_score_before": [0.4] + [NAN] * 19},
+    ),
+    ("first low evaluation", None, {"eval_score": at_validations([0.2, 0.2]), "eval_score_before": [0.4] + [NAN] * 9}),
     ("EvalStop", 25, {"eval_score": at_validations([0.5, 0.4, 0.3, 0.2, 0.1])}),
     ("EvalStop", None, {"eval_score": at_validations([0.5, 0.4, 0.3, 0.3, 0.2, 0.1, 0.0])}),
 )  # fmt: skip
