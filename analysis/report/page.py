@@ -44,17 +44,17 @@ class SectionView(NamedTuple):
     link: str = ""
 
 
-def view_sections(sections: Iterable[Section[Any]], results: Any, with_charts: bool | None) -> list[SectionView]:
+def view_sections(sections: Iterable[Section[Any]], results: Any, with_charts: bool) -> list[SectionView]:
     """View the sections that have something to show.
 
-    with_charts: whether the page may draw the figures with a script, too; None: leave out all figures.
+    with_charts: whether the page may draw the figures with a script, too.
     """
     STEP_PHASE.enter("figures")
     views = []
     for section in sections:
         if section.when(results):
             figures = []
-            for figure in () if with_charts is None else section.figures:
+            for figure in section.figures:
                 if (data := figure.make_table(results)) is not None and len(data):
                     spec = charts.make_spec(figure.draw(data, results))
                     is_interactive = with_charts and charts.count_rows(spec) <= charts.MAX_ROWS

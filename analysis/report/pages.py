@@ -195,8 +195,7 @@ def draw_figures(frames: StudyFrames, names: Collection[str] | None = None) -> d
 def write_index(output: Path | str) -> Path:
     """Write <output>/index.html, with links to the reports of all studies below `output`; return its path.
 
-    Runs with equal configuration and seed are compared across studies. Published numbers of update rules are compared
-    with all studies together, with one Holm correction over all cells.
+    Runs with equal configuration and seed are compared across studies.
     """
     output = Path(output)
     folders = find_study_folders(output)
@@ -211,13 +210,9 @@ def write_index(output: Path | str) -> Path:
         tables, link = [table] if table else [], os.path.relpath(folder / "report.html", output)
         views.append(SectionView(f"study-{study.run}", study.name, words, tables=tables, link=link))
     frames = concat_studies(study_frames)
-    # Families with the same report share the sections of an index.
-    reports = dict.fromkeys(family.report for family in frames.families)
-    sections = [section for name in reports for section in resolve_name(name).index_sections]
     title = f"{len(views)} stud{'y' if len(views) == 1 else 'ies'}"
     pairs = list_consistency(frames) or ["No two runs here have the same configuration and seed."]
     note = "p-values of arms are corrected within each study, not across studies."
-    views += view_sections(sections, frames, with_charts=None)
     views += [SectionView("consistency", "Consistency of equal runs", [*pairs, note])]
     return write_page(output / "index.html", render_page(Heading("", title), views))
 

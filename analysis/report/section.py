@@ -193,5 +193,3 @@ class Report(Generic[Results_contra]):
     sections: Sequence[Section[Results_contra]]
     make_verdicts: Callable[[Results_contra], pd.DataFrame]
     """Returns a row per arm with `VERDICT_COLUMNS`; empty in a search."""
-    index_sections: Sequence[Section[Any]] = ()
-    """Sections of an index of several studies, which take the frames of all of them."""
