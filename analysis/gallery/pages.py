@@ -452,8 +452,8 @@ def make_index(findings: Sequence[Finding]) -> str:
     return f"""# Findings that answer with evidence
 
 Questions that practitioners answer differently, and {runs:,} recorded runs ({seconds / 3600:.1f} hours of two cores).
-Arms, contrasts and seeds were declared before the runs; every result of ours is computed from the recorded rows. The
-pages are about tiny policies in small games, and confirm nothing about larger ones.
+Arms, contrasts and seeds were declared before the runs, unless a page says otherwise; every result of ours is computed
+from the recorded rows. The pages are about tiny policies in small games, and confirm nothing about larger ones.
 `{format_command("findings", "collapse")}` searches the pages.
 
 {make_table(lines, "---")}
