@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from torch import Tensor
 
 from tests.engines.devices import DEVICE
@@ -155,6 +156,28 @@ def test_greedy_episodes_equal_those_of_the_torch_sampler(vllm: VllmSampler, shi
             vllm_episode.stop_reason,
             vllm_episode.turn_rewards,
         )
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_first_tokens_follow_the_tempered_distribution(
+    vllm: VllmSampler, random_model: Qwen2, temperature: float
+) -> None:
+    vllm.update_weights(random_model.state_dict().items())
+    rows = 3000
+    conversation = vllm.start_conversation(
+        PROMPTS[:1], SamplingParams(temperature, 1, STOP), np.random.default_rng(0).spawn(rows)
+    )
+    token_ids = [int(reply.token_ids[0]) for reply in conversation.sample_replies(range(rows), [[]] * rows)]
+    with torch.no_grad():
+        hidden = random_model.model.compute_hidden_states(
+            torch.tensor(PROMPTS[:1]), torch.tensor([len(PROMPTS[0]) - 1])
+        )
+        probs = (random_model.lm_head(hidden)[0].double() / temperature).softmax(-1).numpy()
+    bins = np.searchsorted(np.linspace(0, 1, 13)[1:-1], np.cumsum(probs))  # of at least one token each
+    expected_counts = rows * np.bincount(bins, probs, 12)
+    counts = np.bincount(bins[token_ids], minlength=12)
+    assert expected_counts[expected_counts > 0].min() > 5
+    assert stats.chisquare(counts[expected_counts > 0], expected_counts[expected_counts > 0]).pvalue > 0.01
 
 
 def test_draws_belong_to_the_generator_and_the_row(vllm: VllmSampler, random_model: Qwen2) -> None:
