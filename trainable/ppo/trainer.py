@@ -749,28 +749,47 @@ class PPOTrainer:
         reference_weights = self._list_reference_weights() if "reference_step" in values else {}
         reference_shapes = {name: weight.shape for name, (weight, _) in reference_weights.items()}
         check_shapes("reference", reference_shapes, select_below("reference", get_shapes(tensors)))
+        # Read and convert everything before loading anything, so that a refused state changes nothing.
+        try:
+            step, empty_steps, nonfinite_steps = (
+                int(values[key]) for key in ("step", "empty_in_a_row", "nonfinite_in_a_row")
+            )
+            synced_step = int(values.get("synced_step", step))  # older states lack it
+            seconds, coef = float(values["seconds_total"]), float(values["kl_coef"])
+            reference_step = int(values.get("reference_step", 0))
+            # A coefficient that a controller has adapted belongs to the controller: a state of a run with another value
+            # of the setting has none for this run.
+            settings = flatten_settings(self.run_config.model_dump(mode="json"))
+            changed = {
+                name
+                for name, value in flatten_settings(values.get("settings", {})).items()
+                if name in settings and settings[name] != value
+            }
+            if any(name.startswith("algorithm.kl_ctrl.") for name in changed):
+                coef = self.kl_coef
+            saved_coefficients = {
+                name: pair for name, pair in values.get("coefficients", {}).items() if name not in changed
+            }
+            coefficients = {
+                name: (float(coef), float(value))
+                for name, (coef, value) in (self.coefficients | saved_coefficients).items()
+                if name in self.coefficients
+            }
+            total_budget = {name: int(values["totals"][name]) for name in BUDGET_COLUMNS}
+            averages = {
+                label: {name: float(std) for name, std in stds.items()}
+                for label, stds in values["collapse_averages"].items()
+            }
+        except (KeyError, TypeError, AttributeError) as error:  # a missing entry, or one of another type
+            raise ValueError(f"its values do not fit ({type(error).__name__}: {error})") from error
         for backend in self.backends.values():
             backend.load_state_dict(tensors)
         with nullcontext() if self._reference_swap is None else self._reference_swap.load(has_changed=True):
             for name, (weight, _) in reference_weights.items():
                 weight.copy_(tensors[f"reference/{name}"])
-        self.step_index, self.reference_step = values["step"], values.get("reference_step", 0)
-        self.consecutive_empty_steps = values["empty_in_a_row"]
-        self.consecutive_nonfinite_steps = values["nonfinite_in_a_row"]
-        self.seconds_total, self.collapse_averages = values["seconds_total"], values["collapse_averages"]
-        self.total_budget = {name: values["totals"][name] for name in BUDGET_COLUMNS}
-        # A coefficient that was adapted belongs to its controller: a state of a run with another value of the setting
-        # has none for this run.
-        settings = flatten_settings(self.run_config.model_dump(mode="json"))
-        old_settings = flatten_settings(values.get("settings", {}))
-        changed = {name for name, value in old_settings.items() if settings.get(name, value) != value}
-        if not any(name.startswith("algorithm.kl_ctrl.") for name in changed):
-            self.kl_coef = values["kl_coef"]
-        saved_coefficients = {
-            name: (coef, value)
-            for name, (coef, value) in values.get("coefficients", {}).items()
-            if name in self.coefficients and name not in changed
-        }
-        self.coefficients = {**self.coefficients, **saved_coefficients}
-        # An engine with its own copy still has the weights of the base model. Older states lack the step of its sync.
-        self.engine.sync_weights(values.get("synced_step", self.step_index))
+        self.step_index, self.reference_step = step, reference_step
+        self.consecutive_empty_steps, self.consecutive_nonfinite_steps = empty_steps, nonfinite_steps
+        self.seconds_total, self.total_budget, self.collapse_averages = seconds, total_budget, averages
+        self.kl_coef, self.coefficients = coef, coefficients
+        # An engine with its own copy still has the weights of the base model.
+        self.engine.sync_weights(synced_step)
