@@ -4,7 +4,7 @@ MFU is relative to the matmul throughput measured on this machine.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Literal, NamedTuple
@@ -63,12 +63,6 @@ def plan_step(step: int, config: RunConfig) -> StepPlan:
     )
 
 
-def _synchronize(device: torch.device) -> None:
-    """Wait for the work that calls have queued on a GPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 class PhaseTimer:
     """Measures the phases of one step on `device`. If a phase occurs twice, its times are added.
 
@@ -89,13 +83,17 @@ class PhaseTimer:
     def measure(self, phase: Phase) -> Iterator[None]:
         """Add the time of the `with` body to `phase`, even if the body raises. Meanwhile, `STEP_PHASE` shows it."""
         STEP_PHASE.enter(phase.replace("_", " "))
-        _synchronize(self._device)
+        self._synchronize()
         start = time.perf_counter()
         try:
             yield
         finally:
-            _synchronize(self._device)
+            self._synchronize()
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 BACKWARD_FACTOR = 2.0
@@ -156,12 +154,18 @@ def measure_peak_flops(device_type: str, dtype: torch.dtype) -> float:
     # Large enough to use the device fully, but quick: one product takes 1.1 TFLOP (cuda) or 0.3 GFLOP (cpu).
     size = 8192 if device_type == "cuda" else 512
     left, right = (torch.randn(size, size, device=device_type).to(dtype) for _ in range(2))
-    times = []
-    for _ in range(11):  # the first call also pays for initialization
-        _synchronize(left.device)
-        start = time.perf_counter()
-        torch.mm(left, right)
-        _synchronize(left.device)
-        times.append(time.perf_counter() - start)
+    torch.mm(left, right)  # warm-up: the first call also pays for initialization
     # The best instead of the mean, because other processes on the machine can only slow a product down.
-    return 2 * size**3 / min(times)
+    return 2 * size**3 / min(time_call(lambda: torch.mm(left, right), device_type) for _ in range(10))
+
+
+def time_call(call: Callable[[], object], device_type: str) -> float:
+    """Measure the seconds that `call` takes, including the work that it queues on the device."""
+    # CUDA calls return before their work is done: wait for earlier work first, then for the work of `call`.
+    if device_type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if device_type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start

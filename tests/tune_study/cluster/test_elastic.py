@@ -13,8 +13,10 @@ import psutil
 import pytest
 
 from tests.fakes.plans import train_without_ray
+from tests.fakes.trials import drop_times
 from tests.tune_study.cluster.faked_cluster import start_head, start_node
-from tests.tune_study.cluster.test_cluster import CPU_SETTINGS, RAY_ENVIRONMENT, ROOT, check_rows, plan_study
+from tests.tune_study.cluster.test_cluster import CPU_SETTINGS, RAY_ENVIRONMENT, ROOT, plan_study
+from trainable.runs.run_files import METRICS_FILE, read_rows
 from tune_study.plan.study_plan import StudyPlan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -66,6 +68,13 @@ def local_plan(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
     return train_without_ray(plan_study(tmp_path_factory.mktemp("local"), **SETTINGS), 30)
 
 
+def check_rows(folder: Path, local_plan: StudyPlan) -> None:
+    plan = plan_study(folder, **SETTINGS)
+    for spec in plan.runs:
+        rows, local_rows = (read_rows(each.get_run_dir(spec.run_id) / METRICS_FILE) for each in (plan, local_plan))
+        assert [drop_times(row) for row in rows] == [drop_times(row) for row in local_rows]
+
+
 def test_a_study_starts_without_nodes_avoids_an_unfit_one_and_uses_those_that_join(
     local_plan: StudyPlan, tmp_path: Path
 ) -> None:
@@ -92,7 +101,7 @@ def test_a_study_starts_without_nodes_avoids_an_unfit_one_and_uses_those_that_jo
     assert text.count("again, because the trial could not begin: ") == 2
     # Both runs were under way at the same time, on the two nodes that joined.
     assert text.rindex(" started") < text.index(" completed")
-    check_rows(plan_study(tmp_path, **SETTINGS), local_plan)
+    check_rows(tmp_path, local_plan)
 
 
 def test_a_run_whose_node_is_drained_and_dies_loses_no_step_before_the_notice(
@@ -113,4 +122,4 @@ def test_a_run_whose_node_is_drained_and_dies_loses_no_step_before_the_notice(
         text = study.end()
     assert "training continues after step " in text
     assert text.count("training starts from the beginning") == 0
-    check_rows(plan_study(tmp_path, **SETTINGS), local_plan)
+    check_rows(tmp_path, local_plan)
