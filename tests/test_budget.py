@@ -17,7 +17,7 @@ from tune_study.demo.archive import unpack
 
 STATEMENTS: Mapping[str, int] = {
     "analysis": 5920,
-    "sandboxes": 4149,
+    "sandboxes": 4158,
     "search_spaces": 488,
     "trainable": 11483,
     "tune_study": 6921,

@@ -225,12 +225,13 @@ class Alarms:
         return ends[ends["seed"] >= self.first_test_seed]
 
     def count_ahead(self, measure: str) -> int:
-        """Count the collapses that our alarm on a measure announces before the first low evaluation."""
+        """Count the collapses that our alarm on a measure announces before the first low evaluation, if any."""
         rules = (parse_alarm_rule(self.rows[measure, "ours"]["rule"]), LOW_EVALUATION)
         alarms = find_alarms([recorded.frames for recorded in self.records], rules)
-        is_scored = alarms["is_collapse"] & (alarms["seed"] >= self.first_test_seed)
-        steps = alarms[is_scored].pivot(index="run_id", columns="rule", values="alarm_step")
-        return int((steps[rules[0].text] < steps[LOW_EVALUATION.text]).sum())
+        rows = alarms[alarms["is_collapse"] & (alarms["seed"] >= self.first_test_seed)].set_index("run_id")
+        alarm, low = (rows[rows["rule"] == rule.text] for rule in rules)
+        # A stop rule may end a run before an evaluation is low.
+        return int((alarm["alarm_step"] < low["alarm_step"].fillna(low["end_step"])).sum())
 
     @cached_property
     def rows(self) -> dict[tuple[str, str], Row]:

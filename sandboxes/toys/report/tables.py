@@ -81,7 +81,7 @@ def compute_differences(frames: StudyFrames) -> pd.DataFrame:
 
 
 def list_outcomes(frames: StudyFrames) -> list[str]:
-    """The outcomes of the family that have a value in some run, the primary one first."""
+    """List the outcomes of the family that have a value in some run, the primary one first."""
     (family,) = frames.families
     columns = (family.primary_column, *family.secondary_columns)
     return [name for name in columns if frames.trials[name].notna().any()]

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import requests
@@ -17,6 +18,8 @@ MAX_RETRIES = 5
 """Attempts after the first one. They are preceded by waits of 2, 4, 8, 16 and 30 seconds."""
 MAX_WAIT_S = 30.0
 TIMEOUT_S = 60.0
+MAX_REPLY_BYTES = 2**20
+_CHUNK_BYTES = 2**16
 
 _INSTRUCTIONS = (
     "You grade an answer to a question about a set of papers. The answer should quote the passages of the papers that "
@@ -94,24 +97,31 @@ class Judge:
         raise JudgeError(f"The judge at {self.url} gave no valid score in {1 + MAX_RETRIES} attempts: {problem}")
 
     def _request(self, body: Mapping[str, Any]) -> float:
+        def authorize(request: requests.PreparedRequest) -> requests.PreparedRequest:
+            # Not as a header: a password for this host in ~/.netrc would replace it.
+            request.headers["Authorization"] = f"Bearer {os.environ.get(self.key_variable, '')}"
+            return request
+
         try:
-            response = requests.post(
+            with requests.post(
                 f"{self.url.rstrip('/')}/chat/completions",
                 json=body,
-                headers={"Authorization": f"Bearer {os.environ.get(self.key_variable, '')}"},
+                auth=authorize,
                 timeout=TIMEOUT_S,
                 allow_redirects=False,  # another server gets neither the key nor the texts
-            )
+                stream=True,
+            ) as response:
+                content = b"".join(islice(response.iter_content(_CHUNK_BYTES), MAX_REPLY_BYTES // _CHUNK_BYTES + 1))
+                status = response.status_code
         except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
             raise _TransientError(f"no reply ({type(error).__name__})") from None
         except (requests.RequestException, ValueError) as error:  # ValueError: a malformed host
             raise JudgeError(f"The judge at {self.url} cannot be asked: {error}") from None
-        status = response.status_code
         if status in (408, 409, 429) or status >= 500:
             raise _TransientError(f"status {status}")
         if status != 200:
             raise JudgeError(f"The judge at {self.url} refused the request with status {status}.")
-        return _read_score(response.content)
+        return _read_score(content)
 
 
 def make_judge(papers: PapersConfig) -> Judge:
@@ -125,6 +135,8 @@ class _TransientError(Exception):
 
 def _read_score(content: bytes) -> float:
     """Read the score in the endpoint's reply. _TransientError if there is none."""
+    if len(content) > MAX_REPLY_BYTES:
+        raise _TransientError(f"a reply of more than {MAX_REPLY_BYTES} bytes")
     try:
         text = parse_json(content)["choices"][0]["message"]["content"]
         grade = _Grade.model_validate(parse_json(text.encode()))

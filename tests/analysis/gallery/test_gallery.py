@@ -176,6 +176,7 @@ def test_the_table_of_alarms_begins_with_the_one_that_announces_most(tmp_path: P
     announced = [int(row[2].split(" of ")[0]) for row in rows]
     assert announced == sorted(announced, reverse=True)
     assert announced[0] == alarms.rows["reward_std", "ours"]["detected"] == 2
+    assert alarms.count_ahead("reward_std") == 2, "a rule stops these runs before their evaluations are low"
     assert ("EvalStop", "published") not in alarms.rows, "its number of declines is only tuned"
     with pytest.raises(ValueError, match="no collapse"):
         _ = pages.Alarms([recorded], first_test_seed=5).rows

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sandboxes.trees.repl.judge import Judge, JudgeError
+from sandboxes.trees.repl.judge import MAX_REPLY_BYTES, Judge, JudgeError
 
 KEY = "a-key-of-the-test"
 
@@ -105,7 +105,7 @@ def test_no_answer_closes_its_tag(endpoint: Endpoint) -> None:
 
 INVALID_BODIES = (
     *(b"no JSON", b'{"choices": []}', b'{"choices": [{"message": {"content": null}}]}', b"[" * 10_000),
-    b'{"choices": [{"message": {"content": "8 of 10"}}]}',
+    *(b'{"choices": [{"message": {"content": "8 of 10"}}]}', b"x" * (MAX_REPLY_BYTES + 1)),
 )
 INVALID_GRADES = ((0, 5), (5, 11), ("5", 5), (5.5, 5), (True, 5))
 
@@ -113,7 +113,7 @@ INVALID_GRADES = ((0, 5), (5, 11), ("5", 5), (5.5, 5), (True, 5))
 @pytest.mark.parametrize(
     "reply",
     [
-        *(Reply(status, b"{}") for status in (429, 503, 0)),
+        *(Reply(status, b"{}") for status in (429, 500, 503, 408, 409, 0)),
         *(Reply(200, body) for body in INVALID_BODIES),
         *(grade(*scores) for scores in INVALID_GRADES),
     ],
@@ -128,7 +128,7 @@ def test_what_may_pass_is_tried_again(endpoint: Endpoint, reply: Reply) -> None:
     assert KEY not in str(caught.value)
 
 
-@pytest.mark.parametrize("status", [401, 204, 307])
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 204, 307])
 def test_what_stays_wrong_ends_at_once_and_no_redirect_is_followed(endpoint: Endpoint, status: int) -> None:
     with pytest.raises(JudgeError, match=f"refused the request with status {status}"):
         ask(endpoint, Reply(status, b"", endpoint.url + "/elsewhere"), grade(10, 10))
@@ -149,7 +149,7 @@ def test_without_a_key_nothing_is_sent_and_without_a_server_nothing_comes(
         Judge("http://127.0.0.1:9/v1", "m", sleep=lambda seconds: None).score("", "", [])
 
 
-@pytest.mark.parametrize("key", ["sk-secret\r", "sk-sécret"])
+@pytest.mark.parametrize("key", ["sk-secret\r", "sk-\nsecret", "sk secret", "sk-sécret"])
 def test_a_key_that_is_none_is_refused_and_not_shown(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
@@ -158,3 +158,13 @@ def test_a_key_that_is_none_is_refused_and_not_shown(
         ask(endpoint, grade(10, 10))
     assert "secret" not in str(caught.value)
     assert endpoint.requests == []
+
+
+def test_a_password_file_does_not_replace_the_key(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("home") / "netrc"
+    path.write_text("machine 127.0.0.1 login someone password something\n")
+    monkeypatch.setenv("NETRC", str(path))
+    ask(endpoint, grade(10, 10))
+    assert endpoint.requests[0][1] == f"Bearer {KEY}"
