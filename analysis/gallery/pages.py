@@ -32,10 +32,18 @@ from analysis.gallery.budgets import cut_at_budgets, read_curve
 from analysis.gallery.recordings import read_recording
 from analysis.gallery.transfer import compare_places
 from analysis.report.pages import draw_figures
-from analysis.sweep.alarms import compare_alarms, compare_detectors, find_alarms, find_distinct_ends, format_score
+from analysis.sweep.alarms import (
+    compare_alarms,
+    compare_detectors,
+    find_alarms,
+    find_distinct_ends,
+    format_score,
+    list_rules,
+    score_rules,
+)
 from analysis.sweep.collapse import count_collapses
 from analysis.sweep.contrasts import compute_contrasts
-from analysis.sweep.detectors import LOW_EVALUATION
+from analysis.sweep.detectors import LOW_EVALUATION, list_variants
 from analysis.sweep.tables import summarize_arms
 from analysis.sweep.verdicts import count_nouns, format_fraction, format_interval, format_p_value, format_signed
 from trainable.config.command_lines import format_command
@@ -243,6 +251,21 @@ class Alarms:
         ours = [{"detector": row["rule"].split()[0], "thresholds": "ours", **row} for row in to_records(table)]
         others = to_records(compare_detectors(frames, self.first_test_seed))
         return {(row["detector"], row["thresholds"]): row for row in (*ours, *others)}
+
+    def score_on(self, recorded: Recorded) -> dict[tuple[str, str], Row]:
+        """Score the rules of `rows` on the runs of a study that had no part in choosing them, by the same keys.
+
+        A run that repeats one of `records` is left out, and so is a rule whose columns no run has.
+        """
+        texts = {
+            key: row["rule"] if key[1] == "ours" else f"{row['detector']}: {row['rule']}"
+            for key, row in self.rows.items()
+        }
+        rules = [rule for rule in (*list_rules(), *list_variants()) if rule.text in texts.values()]
+        *_, ends = find_distinct_ends([*(known.frames for known in self.records), recorded.frames])
+        alarms = find_alarms([recorded.frames], rules)
+        scores = {row["rule"]: row for row in to_records(score_rules(alarms[alarms["run_id"].isin(ends["run_id"])]))}
+        return {key: scores[text] for key, text in texts.items() if text in scores}
 
     def table(self) -> str:
         """Make the Markdown table of all detectors, those with the most announced collapses first."""
