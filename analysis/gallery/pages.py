@@ -43,11 +43,11 @@ from analysis.sweep.alarms import (
 )
 from analysis.sweep.collapse import count_collapses
 from analysis.sweep.contrasts import compute_contrasts
-from analysis.sweep.detectors import LOW_EVALUATION, list_variants
+from analysis.sweep.detectors import LOW_EVALUATION, Detector, list_variants
 from analysis.sweep.tables import summarize_arms
 from analysis.sweep.verdicts import count_nouns, format_fraction, format_interval, format_p_value, format_signed
 from trainable.config.command_lines import format_command
-from trainable.config.setting_types import format_value, parse_alarm_rule
+from trainable.config.setting_types import AlarmRule, format_value, parse_alarm_rule
 from trainable.files.paths import atomic_write
 
 ANSWERS = {
@@ -232,11 +232,27 @@ class Alarms:
         ends = pd.concat(find_distinct_ends([recorded.frames for recorded in self.records]))
         return ends[ends["seed"] >= self.first_test_seed]
 
-    def count_ahead(self, measure: str) -> int:
-        """Count the collapses that our alarm on a measure announces before the first low evaluation, if any."""
+    def find_alarms(self, rules: Sequence[AlarmRule | Detector], new: Recorded | None = None) -> pd.DataFrame:
+        """Apply rules to the runs on which alarms are scored, or else to those of a `new` study (`alarms.find_alarms`).
+
+        A run of the new study that repeats one of `records` is left out.
+        """
+        frames = [recorded.frames for recorded in self.records]
+        if new is None:
+            alarms = find_alarms(frames, rules)
+            return alarms[alarms["seed"] >= self.first_test_seed]
+        *_, ends = find_distinct_ends([*frames, new.frames])
+        alarms = find_alarms([new.frames], rules)
+        return alarms[alarms["run_id"].isin(ends["run_id"])]
+
+    def count_ahead(self, measure: str, new: Recorded | None = None) -> int:
+        """Count the collapses that our alarm on a measure announces before the first low evaluation, if any.
+
+        new: as in `find_alarms`.
+        """
         rules = (parse_alarm_rule(self.rows[measure, "ours"]["rule"]), LOW_EVALUATION)
-        alarms = find_alarms([recorded.frames for recorded in self.records], rules)
-        rows = alarms[alarms["is_collapse"] & (alarms["seed"] >= self.first_test_seed)].set_index("run_id")
+        alarms = self.find_alarms(rules, new)
+        rows = alarms[alarms["is_collapse"]].set_index("run_id")
         alarm, low = (rows[rows["rule"] == rule.text] for rule in rules)
         # A stop rule may end a run before an evaluation is low.
         return int((alarm["alarm_step"] < low["alarm_step"].fillna(low["end_step"])).sum())
@@ -252,28 +268,28 @@ class Alarms:
         others = to_records(compare_detectors(frames, self.first_test_seed))
         return {(row["detector"], row["thresholds"]): row for row in (*ours, *others)}
 
-    def score_on(self, recorded: Recorded) -> dict[tuple[str, str], Row]:
-        """Score the rules of `rows` on the runs of a study that had no part in choosing them, by the same keys.
-
-        A run that repeats one of `records` is left out, and so is a rule whose columns no run has.
-        """
+    def score_on(self, new: Recorded) -> dict[tuple[str, str], Row]:
+        """Score the rules of `rows` on a study that had no part in choosing them, by the same keys."""
         texts = {
             key: row["rule"] if key[1] == "ours" else f"{row['detector']}: {row['rule']}"
             for key, row in self.rows.items()
         }
         rules = [rule for rule in (*list_rules(), *list_variants()) if rule.text in texts.values()]
-        *_, ends = find_distinct_ends([*(known.frames for known in self.records), recorded.frames])
-        alarms = find_alarms([recorded.frames], rules)
-        scores = {row["rule"]: row for row in to_records(score_rules(alarms[alarms["run_id"].isin(ends["run_id"])]))}
+        scores = {row["rule"]: row for row in to_records(score_rules(self.find_alarms(rules, new)))}
         return {key: scores[text] for key, text in texts.items() if text in scores}
 
-    def table(self) -> str:
-        """Make the Markdown table of all detectors, those with the most announced collapses first."""
-        rows = sorted(self.rows.values(), key=lambda row: (-row["detected"], row["false_alarms"]))
-        lines = [
-            ("detector", "thresholds", "announces", "95 %", "lead (steps)", "false alarms", "95 %", "rule"),
-            *((row["detector"], row["thresholds"], *format_score(row), f"`{row['rule']}`") for row in rows),
-        ]
+    def table(self, new: Recorded) -> str:
+        """Make the Markdown table of all detectors, those with the most announced collapses first.
+
+        new: a study that had no part in choosing thresholds, on which they are scored again.
+        """
+        scores = self.score_on(new)
+        keys = sorted(self.rows, key=lambda key: (-self.rows[key]["detected"], self.rows[key]["false_alarms"]))
+        headings = ("detector", "thresholds", "announces", "95 %", "lead (steps)", "false alarms", "95 %")
+        lines = [(*headings, "announces, new runs", "false alarms, new runs", "rule")]
+        for key in keys:
+            announced, _, _, false_alarms, _ = format_score(scores[key])
+            lines.append((*key, *format_score(self.rows[key]), announced, false_alarms, f"`{self.rows[key]['rule']}`"))
         return make_table(lines)
 
     def draw(self) -> alt.TopLevelMixin:

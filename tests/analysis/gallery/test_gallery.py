@@ -172,11 +172,16 @@ def test_the_table_of_a_transfer_has_a_row_per_study_and_place(frames: StudyFram
 def test_the_table_of_alarms_begins_with_the_one_that_announces_most(tmp_path: Path) -> None:
     recorded = pages.Recorded("collapse", load(write_collapse(tmp_path, (10, 12, 14, 9))))
     alarms = pages.Alarms([recorded], first_test_seed=2)
-    rows = [line.split(" | ") for line in alarms.table().splitlines()[2:]]
+    new = pages.Recorded("new", load(write_collapse(tmp_path / "new", (10, 12, 13, 14))))
+    rows = [line.split(" | ") for line in alarms.table(new).splitlines()[2:]]
     announced = [int(row[2].split(" of ")[0]) for row in rows]
     assert announced == sorted(announced, reverse=True)
     assert announced[0] == alarms.rows["reward_std", "ours"]["detected"] == 2
     assert alarms.count_ahead("reward_std") == 2, "a rule stops these runs before their evaluations are low"
+    score = alarms.score_on(new)["reward_std", "ours"]
+    assert (score["detected"], score["collapsed"]) == (2, 2), "the runs of seeds 0 and 1 repeat those of the first study"
+    assert rows[0][7:9] == ["2 of 2", "0 of 0"]
+    assert alarms.count_ahead("reward_std", new) == 2
     assert ("EvalStop", "published") not in alarms.rows, "its number of declines is only tuned"
     with pytest.raises(ValueError, match="no collapse"):
         _ = pages.Alarms([recorded], first_test_seed=5).rows
