@@ -167,7 +167,7 @@ def _make_order_table(results: SweepResults) -> Iterator[Table]:
             number("after", "later", str),
             number("not\nknown", "undecided", str),
             number("lead\n(steps)", "lead", format_signed_number),
-            number("Holm p", "p_adjusted", format_p),
+            number("corrected p", "p_adjusted", format_p),
         ],
         to_records(summarize_order(results.onsets)) if has_onset else [],
     )
@@ -211,7 +211,7 @@ DOSE_RESPONSE: Section[SweepResults] = Section(
     lambda results: f"Success against {results.study.axis.setting or 'the axis'}",
     sentences=lambda results: [
         findings.describe_trend(
-            *tables.compute_trend(results.frames, np.random.default_rng(PERMUTATION_SEED)),
+            tables.compute_trend(results.frames, np.random.default_rng(PERMUTATION_SEED)),
             results.dose_response,
             results.study.axis.setting,
         )

@@ -12,7 +12,7 @@ from scipy import special
 from analysis.data import compare
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
-from analysis.stats.estimates import Estimate, holm_adjust, page_trend_p_value, spearman_trend, wilson_interval
+from analysis.stats.estimates import Estimate, holm_adjust, spearman_trend, wilson_interval
 from analysis.sweep.planned_power import find_recorded_deviation, find_resolved_difference
 from analysis.sweep.series import BUDGETS
 from analysis.sweep.verdicts import (
@@ -245,14 +245,11 @@ def make_dose_response(frames: StudyFrames, summary: pd.DataFrame) -> pd.DataFra
     )
 
 
-def compute_trend(frames: StudyFrames, generator: np.random.Generator) -> tuple[Estimate, float]:
-    """Compute Spearman's trend of the outcome over the axis, and Page's p if all arms share two or more seeds.
+def compute_trend(frames: StudyFrames, generator: np.random.Generator) -> Estimate:
+    """Compute Spearman's trend of the outcome over the axis, with p from exchanging the runs of each seed.
 
     Only scored runs count. Arms named by words such as nofilter have no position in the order and are left out.
     """
     runs = compare.require_single_study(frames).trials
     runs = runs[runs["status"].isin(compare.SCORED_STATUSES)].dropna(subset=["axis_value", "late_val_success"])
-    table = runs.pivot_table(index="seed", columns="axis_value", values="late_val_success").sort_index(axis=1)
-    # Page's test needs complete rows: every seed in every arm.
-    page_p_value = math.nan if table.empty or table.isna().any(axis=None) else page_trend_p_value(table.to_numpy())
-    return spearman_trend(runs["axis_value"], runs["late_val_success"], runs["seed"], generator), page_p_value
+    return spearman_trend(runs["axis_value"], runs["late_val_success"], runs["seed"], generator)
