@@ -360,9 +360,9 @@ def _list_comparison_caveats(summary: pd.DataFrame) -> Iterator[str]:
         yield (
             f"{count_nouns(num_comparisons, 'comparison')} with the baseline: p-values are corrected with Holm's "
             "method within this study, separately for differences and for equality within the margin. Intervals are "
-            "not corrected: each covers the difference of its own arm only. Secondary outcomes, contrasts, stops, "
-            "times to collapse, learning curves, symptoms and the test of the trend are corrected separately: each of "
-            "these groups has a false positive in about 5 % of the studies in which nothing has an effect."
+            "not corrected: each covers the difference of its own arm only. Secondary outcomes, contrasts, times "
+            "to collapse, learning curves, symptoms and the test of the trend are corrected separately: each of these "
+            "groups has a false positive in about 5 % of the studies in which nothing has an effect."
         )
 
 
