@@ -200,9 +200,7 @@ def test_three_seeds_and_their_gains_have_the_noise_of_all_arms(
     assert row["gain_high"] - row["gain"] > 1.96 * gains.std(ddof=1) / math.sqrt(3)
 
 
-def test_a_failed_run_is_named_and_not_scored(
-    three_seed_frames: StudyFrames, three_seed_summary: pd.DataFrame
-) -> None:
+def test_a_failed_run_is_named_and_not_scored(three_seed_frames: StudyFrames, three_seed_summary: pd.DataFrame) -> None:
     row = get_row(three_seed_summary, "nofilter")
     assert (row["runs"], row["completed"], row["failed"], row["seeds"]) == (3, 2, 1, 2)
     assert row["basis"] == "over 2 seeds, with the noise of these runs alone"
