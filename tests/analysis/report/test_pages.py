@@ -122,8 +122,8 @@ def render_frames(frames: StudyFrames, *, with_figures: bool = False) -> str:
     """Render the report of a study."""
     report = pages.find_report(frames)
     results = report.make_results(name_arms(frames))
-    views = view_sections(report.sections, results, True if with_figures else None)
-    return render_page(pages.make_heading(report, results), views)
+    sections = report.sections if with_figures else [replace(section, figures=()) for section in report.sections]
+    return render_page(pages.make_heading(report, results), view_sections(sections, results, with_figures))
 
 
 def render_without_figures(folder: Path) -> Page:
