@@ -272,9 +272,8 @@ def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[FakeRun], w
     "runs",
     [
         [FakeRun("0", status="", steps=0)],
-        [FakeRun("0", steps=10), FakeRun("0.1", **FAILED)],
+        [FakeRun("0", **STOPPED), FakeRun("0.1", **FAILED)],
         [],
-        [FakeRun("0", **STOPPED)],
     ],
 )
 def test_runs_that_have_not_ended_well_can_be_drawn(tmp_path: Path, runs: list[FakeRun]) -> None:

@@ -259,4 +259,4 @@ WRONG_SPACES: tuple[list[dict[str, Any]], ...] = (
 def test_a_search_that_makes_no_sense_is_damage(tmp_path: Path, change: dict[str, Any]) -> None:
     entry = change if "points" in change else {"search": {**make_entry(), **change}}
     with pytest.raises(ValueError, match="damaged"):
-        make_frames(tmp_path, make_runs(), **entry)
+        make_frames(tmp_path, [], **entry)

@@ -19,7 +19,7 @@ from analysis.report import live
 from analysis.sources.attach import AttachedRun
 from tests.fakes.command_line import read_files
 from tests.fakes.lines import append_record
-from tests.fakes.run_folders import FakeRun, write_study
+from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from tests.fakes.sandbox_folders import FakeRun as SandboxRun
 from tests.fakes.sandbox_folders import write_sandbox
 from tune_study.commands.reading import watch
@@ -72,7 +72,7 @@ def test_whoever_has_no_token_and_whatever_else_is_asked_gets_no_page(environ: d
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A study of two runs, of which one has ended."""
-    return write_study(tmp_path, [FakeRun("0"), FakeRun("0.1", status="running", steps=10)])
+    return write_study(tmp_path, [FakeRun("0"), FakeRun("0.1", status="running", steps=10)], FakeStudy(levels=20))
 
 
 @pytest.fixture
