@@ -248,13 +248,6 @@ def _make_levels_frame(study: StudyRecord, runs: Iterable[RunFiles], schema: Sch
         for line in run.evaluations:
             # One character per episode: "1" for success, "0" otherwise.
             success = np.frombuffer(line["success"].encode(), dtype=np.uint8) == ord("1")
-            if not len(line["levels"]) == len(line["clusters"]) == len(success):
-                raise ValueError(
-                    f"levels.jsonl of {run.header.run_id}, step {line['step']} {line['split']} {line['mode']}: "
-                    f"{len(line['levels'])} levels, {len(line['clusters'])} clusters and {len(success)} outcomes, but "
-                    "each episode needs one of each. The line has a right checksum, so another program wrote it: "
-                    "delete the folder of this run, and resume the study."
-                )
             heads.append(_make_run_columns(study, run) | {name: line[name] for name in ("step", "split", "mode")})
             for name, values in zip(episodes, (line["levels"], line["clusters"], success), strict=True):
                 episodes[name].append(np.asarray(values))

@@ -7,7 +7,7 @@ that the filter emptied has a single row without a gradient, which the tables le
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -24,10 +24,6 @@ REGULARIZERS = ("kl", "entropy")
 COMPONENTS = ("task", *REGULARIZERS)
 _REWARD_STDS = ("reward_std_mean", "reward_std_min", "reward_std_max")
 TREND_MEASURES = ("norm", "mean_norm", "signal")
-SHARE_LABELS: Mapping[str, str] = {
-    "signal_share": "signed share of the expected step (fraction)",
-    "share": "signed share of the sampled step (fraction)",
-}
 # The smallest p is 1/2000. A sweep draws 9999 per test, but here a test is made per step, component and measure.
 NUM_PERMUTATIONS = 1999
 _MAX_LINES = 6
@@ -131,31 +127,23 @@ def make_steps_table(gradients: pd.DataFrame, steps: Sequence[int]) -> pd.DataFr
     return pd.concat(summaries, ignore_index=True)
 
 
-def choose_share_column(gradients: pd.DataFrame) -> str:
-    """Choose the column of shares to show: `signal_share` (of the expected step) if any row has it, else `share`."""
-    return "signal_share" if gradients["signal_share"].notna().any() else "share"
-
-
-def make_share_table(gradients: pd.DataFrame, column: str = "share") -> pd.DataFrame:
-    """Make a table of gradient shares: a row per bucket of every analysis, with the share of each component.
+def make_share_table(gradients: pd.DataFrame) -> pd.DataFrame:
+    """Make a table of shares of the expected step: a row per bucket of every analysis, with that of each component.
 
     Columns: `ANALYSIS_KEYS`, bucket, reward_std_mean, and signed shares: task, kl, entropy, value (missing if off) and
     regularizer = kl + entropy. task, regularizer and value sum to 1. regularizer_low and regularizer_high are the
-    interval of a `signal_share`, missing on a shared trunk with both terms on.
-
-    column: `share` for the step as sampled, `signal_share` for the expected step.
+    interval of the regularizer, missing on a shared trunk with both terms on.
     """
     rows = drop_empty_batches(select_buckets(gradients))
-    wide = _pivot_by_component(rows, column)
+    wide = _pivot_by_component(rows, "signal_share")
     is_on, has_no_value_term = wide[list(REGULARIZERS)].notna(), wide["value"].isna()
     # min_count=1: without any regularizer the sum is missing instead of 0. Without a task there is no share to compare.
     wide["regularizer"] = wide[list(REGULARIZERS)].sum(axis=1, min_count=1).where(wide["task"].notna())
-    wide[["regularizer_low", "regularizer_high"]] = np.nan
-    for end, other in (("low", "high"), ("high", "low")) if column == "signal_share" else ():
-        term_bounds = _pivot_by_component(rows, f"{column}_{end}")[list(REGULARIZERS)].where(is_on).max(axis=1)
+    for end, other in (("low", "high"), ("high", "low")):
+        term_bounds = _pivot_by_component(rows, f"signal_share_{end}")[list(REGULARIZERS)].where(is_on).max(axis=1)
         # With one regularizer on, its interval is used. With both, their sum is 1 minus the share of the task, so its
         # low end follows from the high end of the task. This does not hold with a value term (a shared trunk).
-        complement = 1 - _pivot_by_component(rows, f"{column}_{other}")["task"].where(has_no_value_term)
+        complement = 1 - _pivot_by_component(rows, f"signal_share_{other}")["task"].where(has_no_value_term)
         both_bounds = complement.where(is_on.all(axis=1))
         wide[f"regularizer_{end}"] = term_bounds.where(is_on.sum(axis=1) == 1, both_bounds)
     return wide.reset_index().rename_axis(columns=None)
@@ -211,11 +199,10 @@ def _make_lines(rows: pd.DataFrame, measure: str) -> pd.DataFrame:
 
 
 def make_share_lines(gradients: pd.DataFrame) -> pd.DataFrame:
-    """Make lines of the regularizer's signed share, like `make_signal_lines`; see `choose_share_column`."""
+    """Make lines of the regularizer's signed share, like `make_signal_lines`."""
     lines = select_report_lines(gradients)
     names = lines[[*ANALYSIS_KEYS, "line"]].drop_duplicates()
-    shares = make_share_table(lines, choose_share_column(lines))
-    return _make_lines(shares.merge(names, on=ANALYSIS_KEYS), "regularizer")
+    return _make_lines(make_share_table(lines).merge(names, on=ANALYSIS_KEYS), "regularizer")
 
 
 def compute_trends(

@@ -11,7 +11,6 @@ from analysis.charts.gradients import FILTER_LABELS, draw_lines
 from analysis.data.frames import to_records
 from analysis.data.schemas import Row
 from analysis.gradients import tables
-from analysis.gradients.tables import SHARE_LABELS
 from analysis.report.common import format_p
 from analysis.report.results import SweepResults
 from analysis.report.section import Figure, Section, Table, TableColumn, name, number
@@ -20,10 +19,7 @@ from analysis.sweep.verdicts import format_fraction, format_signed_2
 
 
 def _make_figure(
-    name: str,
-    caption: str | Callable[[SweepResults], str],
-    make_lines: Callable[[pd.DataFrame], pd.DataFrame],
-    make_label: Callable[[pd.DataFrame], str],
+    name: str, caption: str, make_lines: Callable[[pd.DataFrame], pd.DataFrame], label: str
 ) -> Figure[SweepResults]:
     """Declare a figure with a line per arm or step."""
 
@@ -36,7 +32,7 @@ def _make_figure(
         colors = make_arm_colors(list(arms))
         if results.frames.gradients["arm"].nunique() > 1:
             colors = {line: results.arm_colors[arm] for line, arm in arms.items()}
-        return draw_lines(table, colors, make_label(results.frames.gradients))
+        return draw_lines(table, colors, label)
 
     return Figure(name, caption, make_table, draw)
 
@@ -109,24 +105,15 @@ GRADIENTS: Section[SweepResults] = Section(
             "Signal-to-noise ratio of the task gradient in each bucket, with its 95 % interval over folds of prompts. "
             "At 0, the whole gradient of the bucket may be noise.",
             tables.make_signal_lines,
-            lambda gradients: "signal / noise of the task gradient (1)",
+            "signal / noise of the task gradient (1)",
         ),
         _make_figure(
             "regularizer_share",
-            lambda results: (
-                "How much of the gradient step of each bucket comes from the KL and entropy terms. At 1 the bucket "
-                "trains on these regularizers alone, and below 0 they oppose the step. "
-                + (
-                    "The step is the sampled one and consists mostly of task noise, so a share near 0 says little."
-                    if tables.choose_share_column(tables.select_report_lines(results.frames.gradients)) == "share"
-                    else "The step is the expected one, without noise. Intervals are 95 %, over folds of prompts. "
-                    "Buckets whose step may be noise alone are left out."
-                )
-            ),
+            "How much of the gradient step of each bucket comes from the KL and entropy terms. At 1 the bucket trains "
+            "on these regularizers alone, and below 0 they oppose the step. The step is the expected one, without "
+            "noise. Intervals are 95 %, over folds of prompts. Buckets whose step may be noise alone are left out.",
             tables.make_share_lines,
-            lambda gradients: (
-                f"KL + entropy:\n{SHARE_LABELS[tables.choose_share_column(tables.select_report_lines(gradients))]}"
-            ),
+            "KL + entropy:\nsigned share of the expected step (fraction)",
         ),
     ),
     tables=_make_tables,

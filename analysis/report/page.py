@@ -139,6 +139,12 @@ def format_plain_cell(column: TableColumn, row: Any) -> str:
     return format_plain(" ".join(lines[:2]))
 
 
+def format_plain_table(table: Table) -> list[tuple[str, ...]]:
+    """Return a table for a terminal: its headings, and then its rows."""
+    headings = tuple(column.heading.replace("\n", " ") for column in table.columns)
+    return [headings, *(tuple(format_plain_cell(column, row) for column in table.columns) for row in table.rows)]
+
+
 def _break_lines(text: str) -> Markup:
     return Markup("<br>").join(map(format_inline, text.split("\n")))
 

@@ -18,7 +18,7 @@ from analysis.grid import layout
 from analysis.report.page import (
     SectionView,
     format_plain,
-    format_plain_cell,
+    format_plain_table,
     render_page,
     view_sections,
     write_page,
@@ -96,11 +96,9 @@ def conclude(frames: StudyFrames, own_sections: Sequence[Section[Any]] = ()) -> 
     report = find_report(frames, own_sections)
     results = report.make_results(frames, has_labels=False)
     heading = make_heading(report, results)
-    lines = []
-    if table := None if results.search else _find_verdict_table(report, results):
-        lines = [tuple(column.heading.replace("\n", " ") for column in table.columns)]
-        lines += [tuple(format_plain_cell(column, row) for column in table.columns) for row in table.rows]
-    return Conclusion(tuple(map(format_plain, [*heading.remarks, *heading.lead])), tuple(lines))
+    table = None if results.search else _find_verdict_table(report, results)
+    sentences = tuple(map(format_plain, [*heading.remarks, *heading.lead]))
+    return Conclusion(sentences, tuple(format_plain_table(table)) if table else ())
 
 
 def _find_verdict_table(report: Report[Any], results: Any) -> Table | None:

@@ -167,7 +167,7 @@ def _make_order_table(results: SweepResults) -> Iterator[Table]:
             number("after", "later", str),
             number("not\nknown", "undecided", str),
             number("lead\n(steps)", "lead", format_signed_number),
-            number("Holm p", "p_adjusted", format_p),
+            number("corrected p", "p_adjusted", format_p),
         ],
         to_records(summarize_order(results.onsets)) if has_onset else [],
     )
@@ -211,7 +211,7 @@ DOSE_RESPONSE: Section[SweepResults] = Section(
     lambda results: f"Success against {results.study.axis.setting or 'the axis'}",
     sentences=lambda results: [
         findings.describe_trend(
-            *tables.compute_trend(results.frames, np.random.default_rng(PERMUTATION_SEED)),
+            tables.compute_trend(results.frames, np.random.default_rng(PERMUTATION_SEED)),
             results.dose_response,
             results.study.axis.setting,
         )
@@ -466,7 +466,7 @@ SECONDARY: Section[SweepResults] = Section(
 )
 
 
-def _make_stop_tables(results: SweepResults) -> Iterator[Table]:
+def _make_stop_table(results: SweepResults) -> Iterator[Table]:
     trials = results.arm_frames.trials
     stopped = to_records(trials[trials["status"] == "early_stopped"])
     yield Table(
@@ -483,20 +483,6 @@ def _make_stop_tables(results: SweepResults) -> Iterator[Table]:
         stopped,
         fold=results.fold(f"All stopped runs: {len(stopped)}"),
     )
-    scored = [{**row, "scored": row["early_stopped"] + row["completed"]} for row in results.arms]
-    yield Table(
-        [
-            name("arm"),
-            count_of("stopped", "failed_stops", "scored"),
-            number("fraction stopped", "stopped_fraction", format_fraction, ("stopped_low", "stopped_high")),
-            number("stops against\nthe baseline,\nHolm p", "p_stopped_holm", format_p),
-        ],
-        scored if stopped else [],
-        fold=results.fold("Stopped runs of each arm"),
-        note="The fraction of scored runs that were stopped has Wilson's 95 % interval; a stop at a success of 0.9 or "
-        "more does not count. Fisher's exact test compares this fraction with the baseline's; its p-values are "
-        "corrected for the number of arms.",
-    )
 
 
 def _describe_stops(results: SweepResults) -> Iterator[str]:
@@ -512,7 +498,7 @@ STOPS: Section[SweepResults] = Section(
     "Collapse and stops",
     sentences=_describe_stops,
     figures=tuple(map(_make_curve_figure, SIGNAL_CURVES)),
-    tables=_make_stop_tables,
+    tables=_make_stop_table,
 )
 
 

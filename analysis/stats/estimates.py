@@ -187,21 +187,6 @@ def spearman_trend(
     return Estimate(rho, n=len(x), p=float(is_extreme.mean()))
 
 
-def page_trend_p_value(outcomes: ArrayLike) -> float:
-    """Compute the two-sided p of Page's trend test: outcomes (seeds, arms), arms in the order of the axis.
-
-    Twice the smaller one-sided p, capped at 1. NaN with fewer than 2 seeds or 3 arms.
-    """
-    table = np.asarray(outcomes, dtype=float)
-    if table.ndim != 2 or table.shape[0] < 2 or table.shape[1] < 3:
-        return NAN
-    from scipy import stats
-
-    # scipy tests for a rising order only; a falling order is tested by reversing the arms.
-    one_sided = [float(stats.page_trend_test(arms).pvalue) for arms in (table, table[:, ::-1])]
-    return min(1.0, 2 * min(one_sided))
-
-
 def area_under_curve(steps: ArrayLike, values: ArrayLike, end_step: float) -> float:
     """Compute the mean height of the curve through (steps, values) from its first step to `end_step`, by trapezoids.
 

@@ -241,8 +241,21 @@ _TWO_STAGE = "Aphale & Liu 2026, arXiv 2606.18487; numbers as two summaries of t
 _RAGEN_2 = "RAGEN-2, arXiv 2604.06268, which has no threshold"
 _EVAL_STOP = "EvalStop, arXiv 2606.04145; its number of declines was not found"
 _Z_SCORES = {"history": 100, "warmup": 20}
-_LIVE = {"every": 25, "rows": 60}
-_LIVE_TEXT = "; at each {every}-th row from {rows} rows on"
+
+
+def _make_live_check(
+    name: str,
+    rule: str,
+    measures: tuple[str, ...],
+    check: Callable[[Measures, Numbers], bool],
+    lows: Numbers = MappingProxyType({}),
+    highs: Numbers = MappingProxyType({}),
+) -> Detector:
+    """Make a detector of rl-doctor: a check that its live monitor repeats."""
+    text = f"{rule}; at each {{every}}-th row from {{rows}} rows on"
+    find = partial(find_check, check=check)
+    return Detector(f"rl-doctor {name}", _RL_DOCTOR, text, measures, find, lows, highs, {"every": 25, "rows": 60})
+
 
 LOW_EVALUATION = Detector(
     "first low evaluation",
@@ -356,84 +369,68 @@ DETECTORS: tuple[Detector, ...] = (
         highs={"high": 0.1},
         counts={"window": 50, "warmup": 50},
     ),
-    Detector(
-        "rl-doctor advantage_collapse",
-        _RL_DOCTOR,
-        "median zero_spread of the last quarter >= {high:.3g}" + _LIVE_TEXT,
+    _make_live_check(
+        "advantage_collapse",
+        "median zero_spread of the last quarter >= {high:.3g}",
         ("zero_spread",),
-        partial(find_check, check=log_checks.has_uniform_groups),
+        partial(log_checks.has_high_median, measure="zero_spread"),
         highs={"high": 0.5},
-        counts=_LIVE,
     ),
-    Detector(
-        "rl-doctor entropy_collapse",
-        _RL_DOCTOR,
-        "entropy <= {low:.3g} x its first tenth, or its trend gets there soon" + _LIVE_TEXT,
+    _make_live_check(
+        "entropy_collapse",
+        "entropy <= {low:.3g} x its first tenth, or its trend gets there soon",
         ("entropy",),
-        partial(find_check, check=log_checks.is_entropy_exhausted),
+        log_checks.is_entropy_exhausted,
         lows={"low": 0.1},
-        counts=_LIVE,
     ),
-    Detector(
-        "rl-doctor reward_hacking",
-        _RL_DOCTOR,
+    _make_live_check(
+        "reward_hacking",
         "reward rises while eval_score does not and is {high:.3g} deviations behind, or falls; or their ranks are "
-        "opposite" + _LIVE_TEXT,
+        "opposite",
         ("reward", "eval_score"),
-        partial(find_check, check=log_checks.has_diverging_reward),
+        log_checks.has_diverging_reward,
         highs={"high": 0.15},
-        counts=_LIVE,
     ),
-    Detector(
-        "rl-doctor length_pathology",
-        _RL_DOCTOR,
+    _make_live_check(
+        "length_pathology",
         "response_length grows by {high:.3g}, with a rank correlation to reward of {correlation:.3g}, and eval_score "
-        "by less than a quarter of that" + _LIVE_TEXT,
+        "by less than a quarter of that",
         ("response_length", "reward", "eval_score"),
-        partial(find_check, check=log_checks.has_length_hacking),
+        log_checks.has_length_hacking,
         highs={"high": 0.5, "correlation": 0.6},
-        counts=_LIVE,
     ),
-    Detector(
-        "rl-doctor clip_saturation",
-        _RL_DOCTOR,
-        "median clip_fraction of the last quarter >= {high:.3g}" + _LIVE_TEXT,
+    _make_live_check(
+        "clip_saturation",
+        "median clip_fraction of the last quarter >= {high:.3g}",
         ("clip_fraction",),
-        partial(find_check, check=log_checks.is_clip_saturated),
+        partial(log_checks.has_high_median, measure="clip_fraction"),
         highs={"high": 0.2},
-        counts=_LIVE,
     ),
-    Detector(
-        "rl-doctor kl_drift",
-        _RL_DOCTOR,
-        "kl >= {very_high:.3g}, or >= {high:.3g} and accelerating, or always <= {low:.3g}" + _LIVE_TEXT,
+    _make_live_check(
+        "kl_drift",
+        "kl >= {very_high:.3g}, or >= {high:.3g} and accelerating, or always <= {low:.3g}",
         ("kl",),
-        partial(find_check, check=log_checks.is_kl_drifting),
+        log_checks.is_kl_drifting,
         lows={"low": 1e-4},
         highs={"high": 0.5, "very_high": 2.0},
-        counts=_LIVE,
     ),
-    Detector(
-        "rl-doctor gradient_pathology",
-        _RL_DOCTOR,
+    _make_live_check(
+        "gradient_pathology",
         "grad_norm is 0 in {zeros:.3g} of the rows, or <= {low:.3g} x its first tenth, or has 3 spikes above "
-        "{sigmas:.3g} deviations and {ratio:.3g} x its median" + _LIVE_TEXT,
+        "{sigmas:.3g} deviations and {ratio:.3g} x its median",
         ("grad_norm",),
-        partial(find_check, check=log_checks.has_sick_gradients),
+        log_checks.has_sick_gradients,
         lows={"low": 0.05},
         highs={"zeros": 0.4, "sigmas": 8.0, "ratio": 3.0},
-        counts=_LIVE,
     ),
-    Detector(
-        "rl-doctor plateau",
-        _RL_DOCTOR,
+    _make_live_check(
+        "plateau",
         "eval_score (with fewer than 12, reward) falls or moves less than {low:.3g} deviations, best {high:.3g} of the "
-        "steps ago" + _LIVE_TEXT,
+        "steps ago",
         ("reward",),
-        partial(find_check, check=log_checks.has_plateau),
+        log_checks.has_plateau,
         lows={"low": 1.0},
         highs={"high": 0.3},
-        counts=_LIVE,
     ),
     Detector(
         "two-stage entropy, before training",

@@ -169,7 +169,7 @@ def format_status_counts(trials: pd.DataFrame) -> str:
     return f"{count_nouns(len(trials), 'run')}: {', '.join(count_texts)}" if count_texts else "no run"
 
 
-def describe_trend(trend: Estimate, page_p_value: float, dose_response: pd.DataFrame, setting: str = "") -> str:
+def describe_trend(trend: Estimate, dose_response: pd.DataFrame, setting: str = "") -> str:
     """The trend of success over the ordered axis in words.
 
     dose_response: from `tables.make_dose_response`. setting: the dotted setting of the axis. Empty if arms are words.
@@ -183,11 +183,9 @@ def describe_trend(trend: Estimate, page_p_value: float, dose_response: pd.DataF
     # The direction is a result only if chance alone would rarely produce it.
     is_resolved = trend.p < compare.SIGNIFICANCE_LEVEL
     claim = f"Success tends to {verb} as {axis} grows" if is_resolved else f"Success has no clear trend over {axis}"
-    page_text = "" if np.isnan(page_p_value) else f" Page's test over the paired seeds: {format_p_value(page_p_value)}."
     return (
         f"{claim} (rank correlation {format_signed(trend.value, decimals=2)}, {format_p_value(trend.p)} over {trend.n} "
         "runs)."
-        f"{page_text}"
         f"{' Arms named by words are left out.' if dose_response['is_word'].any() else ''}"
         f"{' A stopped run counts with its last value.' if dose_response['early_stopped'].any() else ''}"
     )
@@ -362,9 +360,9 @@ def _list_comparison_caveats(summary: pd.DataFrame) -> Iterator[str]:
         yield (
             f"{count_nouns(num_comparisons, 'comparison')} with the baseline: p-values are corrected with Holm's "
             "method within this study, separately for differences and for equality within the margin. Intervals are "
-            "not corrected: each covers the difference of its own arm only. Secondary outcomes, contrasts, stops, "
-            "times to collapse, learning curves, symptoms and each test of the trend are corrected separately: each of "
-            "these groups has a false positive in about 5 % of the studies in which nothing has an effect."
+            "not corrected: each covers the difference of its own arm only. Secondary outcomes, contrasts, times "
+            "to collapse, learning curves, symptoms and the test of the trend are corrected separately: each of these "
+            "groups has a false positive in about 5 % of the studies in which nothing has an effect."
         )
 
 

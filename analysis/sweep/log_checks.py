@@ -72,15 +72,9 @@ def compute_mad(values: Floats) -> float:
     return float(1.4826 * np.median(np.abs(values - np.median(values))))
 
 
-def has_uniform_groups(measures: Measures, numbers: Numbers) -> bool:
-    """Check the median fraction of groups without spread, in the last quarter."""
-    values = get_series(measures, "zero_spread")[1]
-    return len(values) >= 2 and bool(np.median(take_last(values, 0.25, 5)) >= numbers["high"])
-
-
-def is_clip_saturated(measures: Measures, numbers: Numbers) -> bool:
-    """Check the median fraction of clipped tokens, in the last quarter."""
-    values = get_series(measures, "clip_fraction")[1]
+def has_high_median(measures: Measures, numbers: Numbers, measure: str) -> bool:
+    """Check the median of a fraction, such as that of groups without spread, in the last quarter."""
+    values = get_series(measures, measure)[1]
     return len(values) >= 2 and bool(np.median(take_last(values, 0.25, 5)) >= numbers["high"])
 
 

@@ -1,7 +1,7 @@
 """Tables that compare the arms of one study, with one row per arm or per run."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import count
 
@@ -12,7 +12,7 @@ from scipy import special
 from analysis.data import compare
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
-from analysis.stats.estimates import Estimate, holm_adjust, page_trend_p_value, spearman_trend, wilson_interval
+from analysis.stats.estimates import Estimate, holm_adjust, spearman_trend
 from analysis.sweep.planned_power import find_recorded_deviation, find_resolved_difference
 from analysis.sweep.series import BUDGETS
 from analysis.sweep.verdicts import (
@@ -41,9 +41,8 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
     * `p_holm` and `p_equal_holm` are corrected over all compared arms, as separate families. `margin` is the difference
       within which arms are equal. `detectable` is the smallest true difference that the test would probably find.
     * `levels_low` and `levels_high` are the interval of the difference for other levels, too.
-    * `failed_stops` is the number of scored runs that a rule stopped as failures (`compare.find_failed_stops`),
-      `stopped_fraction` their fraction with Wilson's interval, `p_stopped` is from Fisher's test against the baseline,
-      corrected in `p_stopped_holm`. `other_scoring` says if the outcome would change with them scored 0 or left out.
+    * `failed_stops` is the number of scored runs that a rule stopped as failures (`compare.find_failed_stops`).
+      `other_scoring` says if the outcome would change with them scored 0 or left out.
     * Costs are means over scored runs, or over all runs if none is scored.
     """
     (study,) = compare.require_single_study(frames).studies
@@ -53,22 +52,19 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
     base = replace(base, min_variances=compare.estimate_evaluation_variances(frames, before_training=True))
     margin = compare.get_margin(study, "late_val_success")
     level_variances = compare.estimate_level_variances(frames, baseline)
-    stops = {
-        arm: compare.find_failed_stops(compare.select_runs(frames, arm, scored_only=True))
-        for arm in {baseline, *compare.list_arms(frames)}
-    }
+    baseline_stops = compare.find_failed_stops(compare.select_runs(frames, baseline, scored_only=True))
+    baseline_failed = len(baseline_stops) > 0 and bool(baseline_stops.all())
     rows = []
     for arm in compare.list_arms(frames):
         gain, gain_greedy = compare.estimate_gain(late, base, arm), compare.estimate_gain(greedy, base_greedy, arm)
-        row = {**_summarize_arm(frames, late, arm, baseline, stops[arm]), **compare.make_estimate_columns("gain", gain)}
+        row = {**_summarize_arm(frames, late, arm, baseline), **compare.make_estimate_columns("gain", gain)}
         row |= compare.make_estimate_columns("gain_greedy", gain_greedy)
-        level_variance = level_variances.get(arm, math.nan)
-        rows.append(row | _compare_to_baseline(late, arm, baseline, margin, level_variance, stops))
+        row |= _compare_to_baseline(late, arm, baseline, margin, level_variances.get(arm, math.nan))
+        rows.append(row | {"baseline_failed": baseline_failed})
     table = pd.DataFrame(rows)
     if table.empty:
         return table
     table["p_holm"], table["p_equal_holm"] = holm_adjust(table["p"]), holm_adjust(table["p_equal"])
-    table["p_stopped_holm"] = holm_adjust(table["p_stopped"])
     table["detectable"] = [_find_detectable_difference(study, late, row) for row in to_records(table)]
     table["outcome"] = [classify_outcome(row) for row in to_records(table)]
     table["other_scoring"] = _describe_other_scorings(frames, table, baseline)
@@ -133,14 +129,10 @@ def compare_outcomes(frames: StudyFrames, columns: Iterable[str]) -> pd.DataFram
     return table.assign(verdict=[name_verdict(row, family) for row in to_records(table)])
 
 
-def _summarize_arm(
-    frames: StudyFrames, outcomes: compare.Outcomes, arm: str, baseline: str, is_stopped: "pd.Series[bool]"
-) -> Row:
+def _summarize_arm(frames: StudyFrames, outcomes: compare.Outcomes, arm: str, baseline: str) -> Row:
     runs, scored_runs = compare.select_runs(frames, arm), compare.select_runs(frames, arm, scored_only=True)
     paid_runs = scored_runs if len(scored_runs) else runs
     late = compare.cut_interval(compare.estimate_mean(outcomes, arm), 0.0, 1.0)
-    num_stopped = int(is_stopped.sum())
-    stopped = wilson_interval(num_stopped, len(scored_runs)) if len(scored_runs) else Estimate()
     return {
         "arm": arm,
         "axis_value": float(runs["axis_value"].iloc[0]),
@@ -153,10 +145,7 @@ def _summarize_arm(
         "late_low": late.low,
         "late_high": late.high,
         "late_basis": compare.describe_basis(outcomes, late, outcomes.get_doubt(outcomes.noise.unpaired, arm)),
-        "failed_stops": num_stopped,
-        "stopped_fraction": stopped.value,
-        "stopped_low": stopped.low,
-        "stopped_high": stopped.high,
+        "failed_stops": int(compare.find_failed_stops(scored_runs).sum()),
         **{name: paid_runs[name].mean() for name in BUDGETS},
         "kept_ratio": frames.steps.loc[frames.steps["run_id"].isin(paid_runs["run_id"]), "kept_ratio"].mean(),
         "stops": describe_stops(scored_runs),
@@ -165,17 +154,9 @@ def _summarize_arm(
 
 
 def _compare_to_baseline(
-    outcomes: compare.Outcomes,
-    arm: str,
-    baseline: str,
-    margin: float,
-    level_variance: float,
-    stops: Mapping[str, "pd.Series[bool]"],
+    outcomes: compare.Outcomes, arm: str, baseline: str, margin: float, level_variance: float
 ) -> Row:
-    """Compare an arm with the baseline arm. Values are missing for the baseline itself.
-
-    stops: for each arm, which of its scored runs failed.
-    """
+    """Compare an arm with the baseline arm. Values are missing for the baseline itself."""
     row = compare.compare_with_baseline(outcomes, arm, baseline, margin)
     # A test at every look has no standard error to which the variance of levels could be added.
     level_variance = math.nan if outcomes.num_comparisons else level_variance
@@ -184,22 +165,7 @@ def _compare_to_baseline(
         **row,
         "levels_low": float(np.maximum(row["difference"] - half_width, -1.0)),
         "levels_high": float(np.minimum(row["difference"] + half_width, 1.0)),
-        "baseline_failed": bool(len(stops[baseline])) and bool(stops[baseline].all()),
-        # Fisher's test is not valid at several looks either.
-        "p_stopped": math.nan
-        if arm == baseline or row["equal_rows"] or outcomes.num_comparisons
-        else _compare_stops(stops[arm], stops[baseline]),
     }
-
-
-def _compare_stops(*stops: "pd.Series[bool]") -> float:
-    """Test (Fisher's exact test) if rules stop as many runs of the arm as of the baseline; NaN without stops."""
-    from scipy import stats
-
-    counts = [[int(is_stopped.sum()), int((~is_stopped).sum())] for is_stopped in stops]
-    if not all(map(sum, counts)) or counts[0][0] == counts[1][0] == 0:
-        return math.nan
-    return float(stats.fisher_exact(counts).pvalue)
 
 
 def make_run_outcomes(frames: StudyFrames) -> pd.DataFrame:
@@ -245,14 +211,11 @@ def make_dose_response(frames: StudyFrames, summary: pd.DataFrame) -> pd.DataFra
     )
 
 
-def compute_trend(frames: StudyFrames, generator: np.random.Generator) -> tuple[Estimate, float]:
-    """Compute Spearman's trend of the outcome over the axis, and Page's p if all arms share two or more seeds.
+def compute_trend(frames: StudyFrames, generator: np.random.Generator) -> Estimate:
+    """Compute Spearman's trend of the outcome over the axis, with p from exchanging the runs of each seed.
 
     Only scored runs count. Arms named by words such as nofilter have no position in the order and are left out.
     """
     runs = compare.require_single_study(frames).trials
     runs = runs[runs["status"].isin(compare.SCORED_STATUSES)].dropna(subset=["axis_value", "late_val_success"])
-    table = runs.pivot_table(index="seed", columns="axis_value", values="late_val_success").sort_index(axis=1)
-    # Page's test needs complete rows: every seed in every arm.
-    page_p_value = math.nan if table.empty or table.isna().any(axis=None) else page_trend_p_value(table.to_numpy())
-    return spearman_trend(runs["axis_value"], runs["late_val_success"], runs["seed"], generator), page_p_value
+    return spearman_trend(runs["axis_value"], runs["late_val_success"], runs["seed"], generator)

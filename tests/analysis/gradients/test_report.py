@@ -15,7 +15,7 @@ from analysis.report.gradients import GRADIENTS
 from analysis.report.page import render_page, view_sections
 from analysis.report.pages import draw_figures
 from analysis.report.results import SweepResults
-from analysis.report.section import Heading
+from analysis.report.section import Heading, Section
 from tests.analysis.report.test_pages import Page, parse_page
 from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_analyses, write_study
 
@@ -56,9 +56,9 @@ def get_curves(spec: Spec) -> dict[tuple[str, str], int]:
     return curves
 
 
-def make_page(frames: StudyFrames, with_charts: bool | None = True) -> Page:
+def make_page(frames: StudyFrames, section: Section[SweepResults] = GRADIENTS) -> Page:
     results = SweepResults(name_arms(frames))
-    return parse_page(render_page(Heading("", "title"), view_sections([GRADIENTS], results, with_charts)))
+    return parse_page(render_page(Heading("", "title"), view_sections([section], results, with_charts=True)))
 
 
 @pytest.mark.long
@@ -95,7 +95,7 @@ def test_probes_are_lines_and_rows_of_their_own_beside_training(tmp_path: Path) 
         assert dashes == [[1, 0], [1, 0], [5, 3]]
         assert colors[0] == colors[2] != colors[1]  # of one arm
         assert list(get_curves(figures[name]).values()) == [6, 6, 6]
-    words = make_page(frames, with_charts=None).words
+    words = make_page(frames, replace(GRADIENTS, figures=())).words
     assert "KL 0 5 probe, after the filter kl 1 6" in words
     assert "KL 0 1 after the filter" not in words  # arm 0 is shown only at its last step
 

@@ -183,7 +183,7 @@ def test_the_interval_of_the_regularizer_is_that_of_its_term_or_of_the_remainder
     components: tuple[str, ...], expected: str
 ) -> None:
     fake_analysis = FakeAnalysis(51, components=components)
-    table = gradients.make_share_table(make_rows(fake_analysis), "signal_share")
+    table = gradients.make_share_table(make_rows(fake_analysis))
     rows = {(row["bucket"], row["component"]): row for row in fake_analysis.make_line()["rows"]}
     for share in table.itertuples():
         numbers = [share.regularizer, share.regularizer_low, share.regularizer_high]
@@ -210,10 +210,8 @@ def test_tables_of_figures_have_the_numbers_of_the_lines() -> None:
     expected_rows = [row for row in bucket_rows if row["component"] == "entropy"]
     for column, name in (("value", "signal_share"), ("low", "signal_share_low"), ("high", "signal_share_high")):
         assert share.loc[~share["prefilter"], column].to_list() == [row[name] for row in expected_rows]
-    older_share = gradients.make_share_lines(rows.assign(**dict.fromkeys(("signal_share", "signal_share_low"), np.nan)))
-    assert older_share.loc[~older_share["prefilter"], "value"].to_list() == [row["share"] for row in expected_rows]
-    assert older_share["low"].isna().all()
     assert gradients.make_share_lines(make_rows(FakeAnalysis(components=("task",)))).empty
+    assert gradients.make_share_lines(rows.assign(signal_share=np.nan)).empty  # no fold tells a signal
 
 
 def test_a_trend_has_spearmans_rho_an_exact_p_and_a_ratio(generator: np.random.Generator) -> None:

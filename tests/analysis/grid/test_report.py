@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -167,8 +168,8 @@ def test_every_run_has_its_curve_with_the_color_of_x_and_the_dashes_of_y(results
 
 @pytest.mark.long
 def test_the_sections_are_complete(results: SweepResults) -> None:
-    sections = [*SWEEP_REPORT.sections[:1], GRID, *SWEEP_REPORT.sections[-2:]]
-    page = parse_page(render_page(Heading("", "title"), view_sections(sections, results, None)))
+    sections = [*SWEEP_REPORT.sections[:1], replace(GRID, figures=()), *SWEEP_REPORT.sections[-2:]]
+    page = parse_page(render_page(Heading("", "title"), view_sections(sections, results, with_charts=False)))
     words = page.words
     for sentence in (
         "164 arms over KL (actor.kl_loss_coef: 0, 0.001, 0.003, 0.01, 0.03), entropy (actor.entropy_coeff:",

@@ -122,8 +122,8 @@ def render_frames(frames: StudyFrames, *, with_figures: bool = False) -> str:
     """Render the report of a study."""
     report = pages.find_report(frames)
     results = report.make_results(name_arms(frames))
-    views = view_sections(report.sections, results, True if with_figures else None)
-    return render_page(pages.make_heading(report, results), views)
+    sections = report.sections if with_figures else [replace(section, figures=()) for section in report.sections]
+    return render_page(pages.make_heading(report, results), view_sections(sections, results, with_figures))
 
 
 def render_without_figures(folder: Path) -> Page:
@@ -272,9 +272,8 @@ def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[FakeRun], w
     "runs",
     [
         [FakeRun("0", status="", steps=0)],
-        [FakeRun("0", steps=10), FakeRun("0.1", **FAILED)],
+        [FakeRun("0", **STOPPED), FakeRun("0.1", **FAILED)],
         [],
-        [FakeRun("0", **STOPPED)],
     ],
 )
 def test_runs_that_have_not_ended_well_can_be_drawn(tmp_path: Path, runs: list[FakeRun]) -> None:

@@ -2,8 +2,6 @@
 
 import itertools
 import math
-from collections import Counter
-from functools import cache
 
 import numpy as np
 import pytest
@@ -50,7 +48,6 @@ def test_little_data_and_equal_seeds_have_no_interval(values: list[float]) -> No
     assert np.isnan([estimate.low, estimate.high, estimate.p]).all()
     assert math.isnan(estimates.mean_over_seeds([]).value)
     assert estimates.wilson_interval(0, 0) == pytest.approx(estimates.Estimate(low=0.0, high=1.0), nan_ok=True)
-    assert math.isnan(estimates.page_trend_p_value([[0.1, 0.2, 0.3]]))
     assert estimates.area_under_curve([5], [0.3], 5) == 0.3
     assert math.isnan(estimates.area_under_curve([], [], 10))
 
@@ -96,38 +93,6 @@ def test_holm_rejects_what_its_steps_reject(thousandths: list[int | None], signi
     assert {index for index, rejected in enumerate(is_rejected) if rejected} == find_rejected(
         tested, significance_level
     )
-
-
-@cache
-def count_page_statistics(num_seeds: int, num_arms: int) -> Counter[int]:
-    """How often each value of Page's L = sum of arm number x rank occurs over all rankings by all seeds."""
-    rankings = list(itertools.permutations(range(1, num_arms + 1)))
-    return Counter(
-        sum(arm * rank for ranking in table for arm, rank in enumerate(ranking, 1))
-        for table in itertools.product(rankings, repeat=num_seeds)
-    )
-
-
-def enumerate_page_p_value(table: list[list[float]]) -> float:
-    counts = count_page_statistics(len(table), len(table[0]))
-    ranks = [[sorted(row).index(value) + 1 for value in row] for row in table]
-    observed = sum(arm * rank for ranking in ranks for arm, rank in enumerate(ranking, 1))
-    rising = sum(count for statistic, count in counts.items() if statistic >= observed)
-    falling = sum(count for statistic, count in counts.items() if statistic <= observed)
-    return min(1.0, 2 * min(rising, falling) / counts.total())
-
-
-tables_without_ties = st.tuples(st.integers(2, 3), st.integers(3, 4)).flatmap(
-    lambda shape: st.lists(
-        st.lists(numbers, min_size=shape[1], max_size=shape[1], unique=True), min_size=shape[0], max_size=shape[0]
-    )
-)
-
-
-@given(tables_without_ties)
-@examples
-def test_page_trend_p_value_enumerates_all_rankings(table: list[list[float]]) -> None:
-    assert estimates.page_trend_p_value(table) == pytest.approx(enumerate_page_p_value(table))
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), numbers), min_size=3, max_size=15))

@@ -11,8 +11,9 @@ from rich.console import Console
 
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
-from analysis.report.comparison import Comparison, compare, write_comparison
-from analysis.sweep.verdicts import format_fraction, format_interval, format_p_value, format_signed
+from analysis.report.comparison import SECTIONS, Comparison, compare, write_comparison
+from analysis.report.page import format_plain_table
+from analysis.report.section import Table
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from tune_study.folder import locate
@@ -78,36 +79,15 @@ def summarize_comparison(comparison: Comparison, page: Path) -> dict[str, Any]:
 
 
 def print_comparison(console: Console, comparison: Comparison, page: Path) -> None:
-    """Print the studies, differing settings, common arms, verdicts, and the path of the page."""
-    for study in comparison.describe_studies():
-        print_line(console, f"{study['label']}: {study['folder']}: {study['statuses']}, seeds {study['seeds']}")
-    labels, settings = list(comparison.studies), to_records(comparison.settings)
-    if settings:
-        print_line(console, f"{len(settings)} setting{'s differ' if len(settings) > 1 else ' differs'}:")
-        rows = [[row["setting"], *(row[label] or "-" for label in labels)] for row in settings]
-        print_table(console, ["setting", *labels], rows)
-    else:
-        print_line(console, "The settings that all arms of a study share are the same in every study.")
-    print_line(console, "")
-    print_table(
-        console,
-        ["arm", comparison.reference, "study", "other", "difference", "", "Holm p", "verdict"],
-        [
-            [
-                row["arm"] if row["arm"] == row["other_arm"] else f"{row['arm']} = {row['other_arm']}",
-                format_fraction(row["reference"]),
-                row["study"],
-                format_fraction(row["other"]),
-                format_signed(row["difference"]),
-                format_interval(row["difference_low"], row["difference_high"]),
-                format_p_value(row["p_equal_holm"] if row["verdict"] == "equal" else row["p_holm"])[2:],
-                row["verdict"],
-            ]
-            for row in to_records(comparison.arms)
-        ],
-    )
-    for label, arms in comparison.other_arms.items():
-        print_line(console, f"Only in {label}: {', '.join(arms)}.")
+    """Print the sections of the page, its conclusion, and its path."""
+    for section in SECTIONS:
+        for sentence in section.sentences(comparison):
+            print_line(console, sentence)
+        for table in section.tables(comparison):
+            if isinstance(table, Table) and table.rows:
+                headings, *rows = format_plain_table(table)
+                print_table(console, headings, rows, optional=headings[:6:-1])
+                print_line(console, "")
     for sentence in comparison.describe():
         print_line(console, sentence)
     print_line(console, f"Page: {page}")

@@ -18,10 +18,15 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def text(output: Path) -> str:
+    """What the command prints with two seeds on each side; the detectors of others come after an empty line."""
+    return get_output(f"alarms {output} --first-test-seed 2 --others")
+
+
 @pytest.mark.long
-def test_the_table_has_the_score_on_other_seeds(output: Path) -> None:
-    text = get_output(f"alarms {output} --first-test-seed 2")
-    lines = text.splitlines()
+def test_the_table_has_the_score_on_other_seeds(text: str) -> None:
+    lines = text.partition("\n\n")[0].splitlines()
     assert lines[0] == "1 study, 5 runs with rows: 4 collapsed."
     (spread,) = [line for line in lines if line.startswith("reward_std")]
     assert "  2 of 2  " in spread
@@ -29,10 +34,8 @@ def test_the_table_has_the_score_on_other_seeds(output: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_detectors_of_others_come_below(output: Path) -> None:
-    plain, text = (type_in(f"alarms {output} --first-test-seed 2{flag}").out for flag in ("", " --others"))
-    assert text.startswith(plain + "\n")
-    lines = text.removeprefix(plain + "\n").splitlines()
+def test_the_detectors_of_others_come_below(text: str) -> None:
+    lines = text.partition("\n\n")[2].splitlines()
     assert lines[0].split()[:3] == ["detector", "thresholds", "announces"]
     (line,) = [line for line in lines if line.startswith("RAGEN reward_variance_collapse") and " published " in line]
     assert "  2 of 2  " in line
@@ -41,11 +44,11 @@ def test_the_detectors_of_others_come_below(output: Path) -> None:
 
 
 @pytest.mark.slow
-def test_repeated_runs_are_left_out(output: Path, tmp_path: Path) -> None:
+def test_repeated_runs_are_left_out(output: Path, text: str, tmp_path: Path) -> None:
     write_collapse(tmp_path, (10, 12, 14, 9))
     lines = type_in(f"alarms {output} {tmp_path} --first-test-seed 2").out.splitlines()
     assert lines[0] == "2 studies, 5 runs with rows, without 5 that repeat a run of another study: 4 collapsed."
-    assert lines[1:] == type_in(f"alarms {output} --first-test-seed 2").out.splitlines()[1:]
+    assert lines[1:] == text.partition("\n\n")[0].splitlines()[1:]
 
 
 @pytest.mark.long

@@ -22,7 +22,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def test_the_terminal_has_arms_verdicts_and_the_page(folders: tuple[str, str], work_dir: Path) -> None:
     out = get_output(shlex.join(["compare", *folders]))
-    assert f"A: {folders[0]}: 4 runs: 4 completed" in out
+    (study,) = (line.split("  ") for line in out.splitlines() if line.endswith(folders[0]))
+    assert (study[0], "4 runs: 4 completed" in study, "0 to 1" in study) == ("A", True, True)
     assert "The settings that all arms of a study share are the same in every study." in out
     assert "Only in A: 0.1." in out
     assert "Only in B: 0.2." in out

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from analysis import load
-from analysis.report.live import LivePage
+from analysis.report import live
 from analysis.sources.attach import AttachedRun
 from tests.fakes.command_line import read_files
 from tests.fakes.lines import append_record
-from tests.fakes.run_folders import FakeRun, write_study
+from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from tests.fakes.sandbox_folders import FakeRun as SandboxRun
 from tests.fakes.sandbox_folders import write_sandbox
 from tune_study.commands.reading import watch
@@ -72,11 +72,13 @@ def test_whoever_has_no_token_and_whatever_else_is_asked_gets_no_page(environ: d
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A study of two runs, of which one has ended."""
-    return write_study(tmp_path, [FakeRun("0"), FakeRun("0.1", status="running", steps=10)])
+    return write_study(tmp_path, [FakeRun("0"), FakeRun("0.1", status="running", steps=10)], FakeStudy(levels=20))
 
 
 @pytest.fixture
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at once, and draw no report below the table of runs."""
+    monkeypatch.setattr(live, "view_sections", lambda *arguments, **options: [])
     monkeypatch.setattr(watch, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(watch, "_IDLE_FACTOR", 0.0)
 
@@ -121,7 +123,7 @@ def test_the_time_left_is_that_of_the_terminal(tmp_path: Path) -> None:
     times = watch.estimate_time_left(frames)
     left = [format_duration(total / 10 * steps) for steps in (110, 50, 60)]
     assert times == dict(zip(("", FakeRun("0").run_id, FakeRun("0.1").run_id), left, strict=True))
-    page = LivePage(frames, ("val_success", "success"), True, "12:00:00", [], times).render(10)
+    page = live.LivePage(frames, ("val_success", "success"), True, "12:00:00", [], times).render(10)
     assert f"running, 0 of 2 runs have ended, about {left[0]} left" in page
     assert f">{left[1]}</td>" in page
 
@@ -179,7 +181,9 @@ def test_a_first_look_that_fails_is_said(folder: Path, monkeypatch: pytest.Monke
 @pytest.mark.long
 def test_the_measure_of_a_family_is_named(tmp_path: Path) -> None:
     folder = write_sandbox(tmp_path, [SandboxRun("DG", 0), SandboxRun("GRPO", 0)])
-    page = LivePage(load(folder), ("test_error", "test error"), False, "12:00:00", ["a line is damaged"]).render(None)
+    page = live.LivePage(load(folder), ("test_error", "test error"), False, "12:00:00", ["a line is damaged"]).render(
+        None
+    )
     assert '<th scope="col" class="number">test error</th>' in page
     assert "<li>a line is damaged</li>" in page
     assert "2 of 2 runs have ended" in page
