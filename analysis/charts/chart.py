@@ -22,6 +22,7 @@ INK = "currentColor"
 FILE_INK = "#333333"
 """Stands for `INK` in files, on white."""
 STOPPED_COLOR = "#d55e00"
+POINT_COLOR = "#3b7cb2"
 WORD_COLORS = ("#777777", "#a6761d", "#7a6a8f")
 """Of arms that are words, such as nofilter, and have no place in an order."""
 ORDERED_COLORS = ("#7858a7", "#546bbd", "#3b7cb2", "#1e8c8c", "#2e9758", "#7b961b", "#bc8900")

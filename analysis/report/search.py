@@ -1,4 +1,4 @@
-"""The section of a report on a search: its best point, and all its points with the Pareto front."""
+"""The sections of a report on a search: its best point, all its points, and the Pareto front."""
 
 import os
 from collections.abc import Iterator
@@ -6,10 +6,11 @@ from typing import Any
 
 import pandas as pd
 
+from analysis.charts import search as charts
 from analysis.data.frames import to_records
 from analysis.data.schemas import Row
 from analysis.report.common import StudyResults
-from analysis.report.section import Section, Table, TableColumn, format_count, number, text
+from analysis.report.section import Figure, Section, Table, TableColumn, format_count, number, text
 from analysis.search.points import CENSORED_POINT, OPEN, find_best_point
 from analysis.search.trials import list_pareto_arms
 from analysis.sweep import verdicts
@@ -59,6 +60,12 @@ def _describe_outcome(row: Row) -> str:
     return f"{number} over {verdicts.count_nouns(row['seeds'], 'seed')}"
 
 
+def make_complete_points(results: StudyResults) -> pd.DataFrame:
+    """Make the table of the points with an outcome, with `is_front`: whether a point is in the Pareto front."""
+    points = results.complete_points
+    return points.assign(is_front=points["arm"].isin(list_pareto_arms(*_read_search(results), points)))
+
+
 def _make_point_tables(results: StudyResults) -> Iterator[Table]:
     search, is_higher_better = _read_search(results)
     front_arms = list_pareto_arms(search, is_higher_better, results.points)
@@ -96,16 +103,32 @@ def _explain(results: StudyResults) -> str:
     return (
         f"The value of a point is the mean of the study's primary outcome over its seeds{cost}. A point is feasible if "
         "none of its runs collapsed, was stopped by a rule as a failure, or failed. A censored point has no value. "
-        f"Optuna's TPE sampler drew {search.points_per_round} points at a time, based on all earlier results. At a "
-        "point of the front, no other point has a better outcome at the same or a lower cost. `optuna-dashboard` draws "
-        "the history of the points from `optuna.journal`."
+        f"Optuna's TPE sampler drew {search.points_per_round} points at a time, based on all earlier results."
     )
 
 
+FIGURES: tuple[Figure[StudyResults], ...] = (
+    Figure(
+        "search_history",
+        "Mean outcome of each point over its seeds, in the order in which points were drawn, with 95 % intervals. The "
+        "noise is estimated from all points together. The line shows the best outcome so far without a collapse, the "
+        "diamond the default, and a vermilion cross a point at which a run collapsed or failed.",
+        make_complete_points,
+        lambda table, results: charts.draw_history(table, _read_search(results)[1]),
+    ),
+    Figure(
+        "search_pareto",
+        "Outcome against cost, the tokens that a run sampled and trained on. The line is the Pareto front: no other "
+        "point has a better outcome at the same or a lower cost.",
+        lambda results: table if (table := make_complete_points(results))["is_front"].any() else None,
+        lambda table, results: charts.draw_pareto(table),
+    ),
+)
 SEARCH: Section[Any] = Section(
     "search",
     "What the search came to",
     sentences=lambda results: [describe_search(results)],
+    figures=FIGURES,
     tables=_make_point_tables,
     explanation=_explain,
     files=make_files,

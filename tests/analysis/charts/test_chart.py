@@ -45,7 +45,7 @@ def test_every_arm_has_a_color_of_its_own_that_can_be_seen(num_words: int) -> No
             assert {colors[word] for word in words} <= set(charts.WORD_COLORS)
 
 
-@pytest.mark.parametrize("color", [*charts.HUES, charts.STOPPED_COLOR, *COMPONENT_COLORS.values()])
+@pytest.mark.parametrize("color", [*charts.HUES, charts.STOPPED_COLOR, charts.POINT_COLOR, *COMPONENT_COLORS.values()])
 def test_other_colors_can_be_seen_and_are_distinct(color: str) -> None:
     assert min(compute_contrast(color, background) for background in BACKGROUNDS) >= 3
     assert charts.HUES.count(color) <= 1

@@ -11,15 +11,18 @@ import optuna
 import pandas as pd
 import pytest
 
+from analysis.charts import search as charts
+from analysis.charts.chart import INK, POINT_COLOR, STOPPED_COLOR
 from analysis.data.frames import StudyFrames
 from analysis.data.load import load
 from analysis.report.page import format_plain_cell
-from analysis.report.pages import conclude
+from analysis.report.pages import conclude, write_frames_report
 from analysis.report.results import SweepResults
-from analysis.report.search import SEARCH, describe_search, make_files
+from analysis.report.search import SEARCH, describe_search, make_complete_points, make_files
 from analysis.search.points import CENSORED_POINT, COMPLETE, FAILED, OPEN, find_best_point, make_points
 from analysis.search.trials import CONSTRAINT, list_pareto_arms, make_optuna_study
-from tests.analysis.report.test_pages import parse_page, render_frames
+from tests.analysis.charts.specs import read_layers
+from tests.analysis.report.test_pages import parse_page
 from tests.fakes.run_folders import FakeRun, FakeStudy, make_study_record, write_study
 
 DEFAULTS: dict[str, Any] = {
@@ -196,11 +199,40 @@ def test_the_report_of_a_search_says_what_its_best_point_is_worth(frames: StudyF
     assert [row["point"] for row in rows][:2] == ["point-1 (front)", "default"]
     settings = ("lr", "use_kl_loss", "kl_loss_coef", "ppo_epochs")
     assert [rows[1][name] for name in settings] == ["0.0003", "False", "–", "1"]
-    assert "search" in parse_page(render_frames(frames)).sections
+    page = parse_page(write_frames_report(frames, frames.folders[0], with_pictures=False).read_text())
+    assert {"search_history-chart", "search_pareto-chart"} <= set(page.ids)
     short = conclude(replace(frames, study=replace(frames.studies[0], preset_steps=100_000))).sentences
     assert short[0].startswith("A short study: ")
     assert short[1] == sentence
     assert conclude(frames).verdicts == ()  # the points of a search are in its section
+
+
+def test_the_history_has_every_point_and_the_best_so_far(frames: StudyFrames) -> None:
+    table = make_complete_points(SweepResults(frames))
+    for is_higher_better in (True, False):
+        bounds, best, *points = read_layers(charts.draw_history(table, is_higher_better))
+        assert bounds.rows["arm"].to_list() == ["default", "point-1", "point-2", "point-3"]
+        assert (best.mark["type"], best.mark["interpolate"]) == ("line", "step-after")
+        # Without the points at which a run collapsed or failed.
+        assert best.rows["arm"].to_list() == ["default", "point-1"]
+        successes = best.rows["success"].to_list()
+        best_of = max if is_higher_better else min
+        assert best.rows["best"].to_list() == [successes[0], best_of(successes)]
+        assert [(layer.mark["color"], layer.rows["arm"].to_list()) for layer in points] == [
+            (POINT_COLOR, ["point-1"]),
+            (INK, ["default"]),
+            (STOPPED_COLOR, ["point-2", "point-3"]),
+        ]
+        assert [layer.mark["shape"] for layer in points[1:]] == ["diamond", "cross"]
+
+
+def test_the_front_is_a_line_over_costs(frames: StudyFrames) -> None:
+    points = make_complete_points(SweepResults(frames))
+    line, *marks, labels = read_layers(charts.draw_pareto(points))
+    assert line.rows["arm"].to_list() == points.loc[points["is_front"], "arm"].to_list() == ["point-1"]
+    assert labels.rows["label"].to_list() == ["1"]
+    drawn = {arm: millions for layer in marks for arm, millions in layer.list("arm", "millions")}
+    assert drawn == pytest.approx(dict(zip(points["arm"], points["cost"] / 1e6, strict=True)))
 
 
 WRONG_SPACES: tuple[list[dict[str, Any]], ...] = (
