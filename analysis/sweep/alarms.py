@@ -14,6 +14,7 @@ import pandas as pd
 from analysis.data.compare import SCORED_STATUSES, make_estimate_columns
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.schemas import Row
+from analysis.data.summaries import compute_late_mean
 from analysis.stats.estimates import NAN, wilson_interval
 from analysis.sweep.collapse import find_run_ends
 from analysis.sweep.detectors import DETECTORS, Detector, list_variants, make_measures
@@ -26,6 +27,9 @@ WINDOWS = (1, 3, 5, 10)
 """Numbers of consecutive measurements that must be beyond the threshold."""
 MAX_FALSE_ALARMS = 0.1
 """A threshold may fire in at most this fraction of the runs that did not collapse."""
+_TOLERANCE = 1e-9
+"""Tolerance for rounding: in floats the mean of 1, 6 and 11 of 120 levels is below 6 of 120. Real differences are much
+larger, at least a third of a level."""
 
 
 def list_rules() -> list[AlarmRule]:
@@ -190,11 +194,11 @@ def replay_rules(frames: StudyFrames, thresholds: Mapping[str, EarlyStopConfig])
     thresholds: by run_id, of runs with rows.
 
     Columns: those of `find_alarms` but column, and stop_rule (which really stopped the run), steps (its rows), value
-    and threshold of the alarm, steps_saved (rows after it), and outcome: `right` if the run collapsed, `false alarm` if
-    it did not, and `unknown` if it is not known (is_known is False): it has not ended, failed, or could not learn, so
-    the report does not count it either. It is empty without an alarm.
+    and threshold of the alarm, steps_saved (rows after it), outcome and recovered (`has_recovered`). outcome is `right`
+    if the run collapsed, `false alarm` if it did not, and `unknown` if it is not known (is_known is False): it has not
+    ended, failed, or could not learn, so the report does not count it either. It is empty without an alarm.
     """
-    ends = find_run_ends(frames).merge(frames.runs[["run_id", "stop_rule"]], on="run_id")
+    ends = find_run_ends(frames).merge(frames.runs[["run_id", "stop_rule", "base_val_success"]], on="run_id")
     rows = []
     for run in to_records(ends[ends["run_id"].isin(thresholds)]):
         settings = thresholds[run["run_id"]]
@@ -203,9 +207,26 @@ def replay_rules(frames: StudyFrames, thresholds: Mapping[str, EarlyStopConfig])
         outcome = ("right" if run["is_collapse"] else "false alarm") if is_known else "unknown"
         for rule in list_active_rules(settings):
             row = {**run, "rule": rule, "steps": len(history.steps), "is_known": is_known, "outcome": ""}
-            row |= {"alarm_step": NAN, "value": NAN, "threshold": NAN, "steps_saved": 0}
+            row |= {"alarm_step": NAN, "value": NAN, "threshold": NAN, "recovered": None, "steps_saved": 0}
             if decision := RULES[rule](history, settings):
                 row |= {"alarm_step": decision.step, "value": decision.value, "threshold": decision.threshold}
                 row |= {"outcome": outcome, "steps_saved": sum(step > decision.step for step in history.steps)}
+                row["recovered"] = has_recovered(
+                    history, decision.step, run["base_val_success"], settings.success_threshold
+                )
             rows.append(row)
     return pd.DataFrame(rows)
+
+
+def has_recovered(history: History, alarm_step: int, base_success: float, success_threshold: float) -> bool | None:
+    """Check whether a run did well after an alarm: its late success is at least both of the other numbers.
+
+    Late success is the mean of the last validations after the alarm (`compute_late_mean`). None without such a
+    validation, or if success before training was not measured (NaN).
+    """
+    validations = zip(history.steps, history.val_success, strict=True)
+    later = [(step, success) for step, success in validations if step > alarm_step and success is not None]
+    late_success = compute_late_mean(later, None)
+    if late_success is None or math.isnan(base_success):
+        return None
+    return late_success >= max(base_success, success_threshold) - _TOLERANCE

@@ -39,6 +39,8 @@ _NOTES = (
     "could not learn.",
     "announces: collapses with an alarm before them. false alarms: runs without collapse in which the rule fires. "
     "95 %: Wilson's interval.",
+    "recovered: the last (up to 4) validations after the alarm average at least the success before training, and "
+    "success_threshold.",
     "steps saved: rows after the alarm. fired live: runs that the rule really stopped, under their own thresholds.",
 )
 
@@ -177,20 +179,21 @@ def print_replay(console: Console, folder: Path, assignments: Sequence[str]) -> 
     if alarms.empty:
         print_line(console, "No run of this study has rows yet: there is nothing to replay.")
         return
-    columns = ("run", "arm", "seed", "rule", "fires at step", "value", "threshold", "outcome")
+    columns = ("run", "arm", "seed", "rule", "fires at step", "value", "threshold", "outcome", "recovered")
     fired = to_records(alarms[alarms["outcome"] != ""])
     print_table(console, (*columns, "steps saved"), [_format_alarm(row) for row in fired])
     print_line(console, "")
-    titles = ("rule", "fires in", "right", "unknown", *_SCORE_COLUMNS, "steps saved", "fired live")
+    titles = ("rule", "fires in", "right", "unknown", *_SCORE_COLUMNS, "recovered", "steps saved", "fired live")
     print_table(console, titles, [_format_rule(rows) for _, rows in alarms.groupby("rule", sort=False)])
     for note in _NOTES:
         print_line(console, note)
 
 
 def _format_alarm(row: Mapping[str, Any]) -> list[str]:
+    recovered = "-" if row["recovered"] is None else "yes" if row["recovered"] else "no"
     numbers = (f"{row[name]:.4g}" for name in ("alarm_step", "value", "threshold"))
     names = (row["run_id"], row["arm"], str(row["seed"]), row["rule"])
-    return [*names, *numbers, row["outcome"], str(row["steps_saved"])]
+    return [*names, *numbers, row["outcome"], recovered, str(row["steps_saved"])]
 
 
 def _format_rule(alarms: pd.DataFrame) -> list[str]:
@@ -202,6 +205,7 @@ def _format_rule(alarms: pd.DataFrame) -> list[str]:
     return [
         *(rule, fires, str(counts.get("right", 0)), str(counts.get("unknown", 0))),
         *(format_score(scores[0]) if scores else "-----"),
+        str(sum(alarms["recovered"].eq(True))),
         f"{num_saved} ({num_saved / alarms['steps'].sum():.1%})",
         str(sum(alarms["stop_rule"] == rule)),
     ]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from analysis.data.load import load
+from analysis.sweep.alarms import has_recovered
 from analysis.sweep.collapse import find_run_ends
 from tests.fakes.lines import change_records
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
@@ -20,7 +21,7 @@ from trainable.config.run_config import ConfigError
 from trainable.config.sections import EarlyStopConfig
 from trainable.files.json_values import DamageWarning, read_object, write_object
 from trainable.runs.run_files import METRICS_FILE
-from trainable.runs.stop_rules import RULES, evaluate_stop_rules
+from trainable.runs.stop_rules import RULES, History, evaluate_stop_rules
 from tune_study.commands.reading.alarms import print_replay, replay_folder
 from tune_study.plan.errors import PlanError
 
@@ -33,12 +34,12 @@ SMALL_ASSIGNMENTS = [f"early_stop.{name}={value}" for name, value in SMALL_THRES
 Row = dict[str, Any]
 
 
-def make_collapsing_rows(successes: dict[int, float | None]) -> list[Row]:
-    """Make twelve rows whose reward std collapses, so that only the variance rule fires, at step 4."""
+def make_collapsing_rows(successes: dict[int, float | None], alarm_step: int = 4) -> list[Row]:
+    """Make twelve rows whose reward std collapses, so that only the variance rule fires, at step `alarm_step`."""
     rows: list[Row] = [
         {
             "step": step,
-            "reward_std": 2.0 if step <= 2 else 0.5,
+            "reward_std": 2.0 if step <= alarm_step - 2 else 0.5,
             "groups_kept": 8,
             "val_success": successes.get(step),
         }
@@ -128,6 +129,33 @@ def test_each_rule_fires_where_the_live_run_would_have_stopped(
             assert alarm["outcome"] == known
 
 
+@pytest.mark.parametrize(
+    ("successes", "base_success", "recovered"),
+    [
+        ({5: 0.0, 6: 0.3, 8: 0.4, 10: 0.2, 12: 0.3}, 0.3, True),  # the last four validations count, not all five
+        ({6: 0.3, 8: 0.3, 10: 0.3}, 0.3, True),  # as good as before training
+        ({6: 0.9, 8: 0.1, 10: 0.1, 12: 0.05}, 0.3, False),  # a good start that does not last
+        ({4: 0.9, 6: 0.3, 8: 0.3, 10: 0.29}, 0.3, False),  # the validation at the step of the alarm does not count
+        ({2: 0.9, 4: 0.9}, 0.3, None),  # no validation after the alarm
+        ({6: math.nan, 8: None, 10: 0.1}, 0.3, False),
+        # A run that began at nothing and ends at nothing did not recover.
+        *(({6: last, 10: last}, 0.0, last >= 0.01) for last in (0.0, 0.009, 0.01)),
+    ],
+)
+def test_recovery(successes: dict[int, float | None], base_success: float, recovered: bool | None) -> None:
+    history = History.from_rows(make_collapsing_rows(successes), SMALL_THRESHOLDS)
+    assert has_recovered(history, 4, base_success, 0.01) is recovered
+    assert has_recovered(history, 4, math.nan, 0.01) is None
+
+
+def test_shares_that_agree_as_counts_of_levels_agree() -> None:
+    for num_solved in range(5, 116):  # 1, 6 and 11 of 120 have a mean that floats put below 6 of 120
+        successes = {6: (num_solved - 5) / 120, 8: num_solved / 120, 10: (num_solved + 5) / 120}
+        history = History.from_rows(make_collapsing_rows(successes), SMALL_THRESHOLDS)
+        assert has_recovered(history, 4, num_solved / 120, 0.01)
+        assert not has_recovered(history, 4, num_solved / 120 + 1 / 360, 0.01)
+
+
 def test_thresholds_that_are_not_replaced_are_each_runs_own(tmp_path: Path) -> None:
     folder = write_replay_study(tmp_path, {"0": FALLEN, "0.01": FALLEN})
     path = folder / "runs" / FakeRun("0.01").run_id / "run.json"
@@ -200,13 +228,13 @@ def test_alarms_of_the_runs_and_a_score_of_each_rule(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == times_before  # nothing is written
     assert lines[0].endswith("early_stop.alarm=reward_std < 1, 3 times in a row")
     first_run, second_run = ("arm0-seed0", "0", "0"), ("arm001-seed0", "0.01", "0")
-    assert find_table_line(lines, *first_run, VARIANCE)[4:] == ["4", "0.5", "1", "false alarm", "8"]
-    assert find_table_line(lines, *second_run, VARIANCE)[4:] == ["4", "0.5", "1", "right", "8"]
-    assert find_table_line(lines, *second_run, "alarm")[4:] == ["5", "0.5", "1", "right", "7"]
+    assert find_table_line(lines, *first_run, VARIANCE)[4:] == ["4", "0.5", "1", "false alarm", "yes", "8"]
+    assert find_table_line(lines, *second_run, VARIANCE)[4:] == ["4", "0.5", "1", "right", "no", "8"]
+    assert find_table_line(lines, *second_run, "alarm")[4:] == ["5", "0.5", "1", "right", "no", "7"]
     assert not any(LOW_SUCCESS in line for line in lines if line.startswith("arm0"))  # it does not fire
     # One collapse, announced 4 steps before it, and one false alarm; Wilson's intervals of 1 of 1.
     score = ["1 of 1", "0.21 to 1.00", "4", "1 of 1", "0.21 to 1.00"]
-    assert find_table_line(lines, VARIANCE)[1:] == ["2 of 2", "1", "0", *score, "16 (66.7%)", "0"]
+    assert find_table_line(lines, VARIANCE)[1:] == ["2 of 2", "1", "0", *score, "1", "16 (66.7%)", "0"]
     assert find_table_line(lines, EMPTY_STEPS)[1:4] == ["0 of 2", "0", "0"]
     assert any("A run collapses when a rule stops it" in line for line in lines)
 
