@@ -100,7 +100,7 @@ def preflight(
     for a dry run, which also plans for GPUs that do not exist.
     """
     trainer, n_gpus = plan.base_config.trainer, plan.base_config.trainer.n_gpus_per_node
-    run_bundles = make_bundles(trainer.n_gpus_per_node, trainer.cpu_threads, has_ranks=trainer.has_ranks)
+    run_bundles = make_bundles(n_gpus, trainer.cpu_threads, has_ranks=trainer.has_ranks)
     cpus_per_run = int(sum(bundle["CPU"] for bundle in run_bundles))
     check_options(plan, requested_gpus, concurrency_limit)
     gpus, notes = _choose_gpus(n_gpus, requested_gpus, visible_gpus, is_real)
