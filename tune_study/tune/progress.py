@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -76,6 +76,30 @@ def format_duration(seconds: float) -> str:
     minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"
+
+
+def estimate_run_seconds(num_steps: int, pace: float | None, paces: Collection[float]) -> float:
+    """Estimate the seconds for the remaining steps of a run, at its mean seconds per step so far.
+
+    Before its first step (None), the mean of the paces of all runs is used. Infinite if no run has a step yet.
+    """
+    if pace is None:
+        pace = sum(paces) / len(paces) if paces else math.inf
+    return pace * num_steps
+
+
+def estimate_study_seconds(trials: Iterable[Collection[float]], max_concurrent: int) -> float:
+    """Estimate the seconds that a study still needs; infinite if those of a run are.
+
+    The total time of the remaining trials is divided by the number of slots in use. The result is at least the time of
+    the longest trial, which cannot be divided. The runs of a trial are trained together, so a trial takes as long as
+    its longest run.
+
+    trials: for each trial, the seconds of its runs that have not ended.
+    """
+    trial_seconds = [max(run_seconds) for run_seconds in trials if run_seconds]
+    num_slots = max(min(max_concurrent, len(trial_seconds)), 1)
+    return max(sum(trial_seconds) / num_slots, max(trial_seconds, default=0.0))
 
 
 class Progress:
@@ -171,23 +195,16 @@ class Progress:
         self.print_note(run_id, f"{status}: {reason}")
 
     def estimate_time_left(self, view: RunView) -> float:
-        """Estimate the seconds that a run still needs, at its pace or else the mean of all; infinite without any."""
+        """Estimate the seconds that a run still needs; infinite if no run has a step yet."""
         if not view.is_open:
             return 0.0
         paces = [pace for other in self.views.values() if (pace := other.seconds_per_step) is not None]
-        pace = view.seconds_per_step
-        if pace is None:
-            pace = sum(paces) / len(paces) if paces else math.inf
-        return pace * (view.spec.steps - view.step)
+        return estimate_run_seconds(view.spec.steps - view.step, view.seconds_per_step, paces)
 
     def estimate_study_time_left(self) -> float:
-        """Estimate the seconds that the study still needs; infinite if no run has a step yet.
-
-        The runs of a trial are trained together, and the longest trial cannot be divided.
-        """
-        trials = [max(map(self.estimate_time_left, views)) for views in self._trials if any(v.is_open for v in views)]
-        num_slots = max(min(self._max_concurrent, len(trials)), 1)
-        return max(sum(trials) / num_slots, max(trials, default=0.0))
+        """Estimate the seconds that the study still needs; infinite if no run has a step yet."""
+        trials = [[self.estimate_time_left(view) for view in views if view.is_open] for views in self._trials]
+        return estimate_study_seconds(trials, self._max_concurrent)
 
     def make_table(self) -> Table:
         """Make the live table."""

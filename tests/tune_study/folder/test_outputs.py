@@ -420,13 +420,14 @@ def test_the_summary_lists_ended_runs_as_they_ended_and_then_all(tmp_path: Path)
 
 
 def list_finished(plan: StudyPlan, skipped: str = DEFAULT_SKIPPED) -> list[str]:
+    """Record a status for each run, and list those of the runs that are not run again."""
+    for run, status in zip(plan.runs, STATUSES, strict=True):
+        write_record(plan.get_run_dir(run.run_id), StatusRecord(run.run_id, status))
     return [status.status for status in StudyStatuses(plan, parse_skipped_statuses(skipped)).finished.values()]
 
 
 def test_only_runs_that_ended_well_are_finished(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path, values=("0", "0.1", "0.2", "0.3", "0.4", "0.5"))
-    for run, status in zip(plan.runs, STATUSES, strict=True):
-        write_record(plan.get_run_dir(run.run_id), StatusRecord(run.run_id, status))
     # Without rows, no run has ended well; a censored one may have none.
     assert list_finished(plan) == ["censored"]
     append_record(plan.get_run_dir(plan.runs[0].run_id) / "metrics.jsonl", {"step": plan.runs[0].steps})
