@@ -29,8 +29,8 @@ from tune_study.plan.fork import make_fork_study
 from tune_study.plan.own_study import OwnStudy, check_recorded_files, explain_missing_file
 from tune_study.plan.search import find_search_differences, make_point_study
 from tune_study.plan.storage_uri import is_same_folder
-from tune_study.plan.study_plan import StudyPlan, make_arm_config, plan_runs, set_max_seeds, set_points
-from tune_study.plan.typed_settings import find_study, format_values
+from tune_study.plan.study_plan import StudyPlan, plan_runs, set_max_seeds, set_points
+from tune_study.plan.typed_settings import find_study, format_values, is_same_number
 
 NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
 
@@ -217,21 +217,14 @@ def merge_with_folder(plan: StudyPlan, extend: bool, allowed: frozenset[str] = N
         raise PlanError(
             f"{plan.folder} contains this study with other settings:\n  " + "\n  ".join(changes) + f"\n{advice}"
         )
-    # Values are compared by the settings of their arms: 0.10 continues an arm that was started as 0.1. Arms of a fork
-    # may have the same settings from different steps.
-    existing_values = {
-        make_arm_config(existing.study, plan.base_config, value).compute_hash(): value
-        for value in (existing.values if plan.forks is None else ())
-    }
-    requested_values = tuple(
-        value
-        if value in existing.values
-        else existing_values.get(make_arm_config(plan.study, plan.base_config, value).compute_hash(), value)
+    # 0.10 continues an arm that was started as 0.1.
+    names = {
+        value: next((known for known in existing.values if is_same_number(known, value)), value)
         for value in plan.values
-    )
-    values = (*existing.values, *(value for value in requested_values if value not in existing.values))
+    }
+    requested_values = tuple(names.values())
+    values = tuple(dict.fromkeys((*existing.values, *requested_values)))
     seeds = tuple(sorted({*existing.seeds, *plan.seeds}))
-    names = dict(zip(plan.values, requested_values, strict=True))
     requested_seeds = {names[value]: extra_seeds for value, extra_seeds in plan.extra_seeds.items()}
     if not extend:
         # A grid is meant to be run group by group, so further groups do not count as a difference.

@@ -101,8 +101,10 @@ def _run_session(session: StudySession, skipped_statuses: Sequence[str]) -> int:
         if next_plan is None:
             return exit_code
         session.plan = next_plan
-        for copy in filter(None, (session.storage, session.wandb)):
-            copy.plan = next_plan
+        if session.storage is not None:
+            session.storage.plan = next_plan
+        if session.wandb is not None:
+            session.wandb.plan = next_plan
         _prepare_runs(session)  # all earlier runs have ended
 
 
