@@ -88,8 +88,8 @@ def test_a_trial_reserves_what_its_settings_name(gpus: float, bundles: list[dict
 # Parameter spaces.
 
 
-# Of each family, the study with the fewest arms.
-BY_ARMS = sorted(STUDIES, key=lambda name: -len(STUDIES[name].get_grid("laptop")))
+# Of each family, the last: a study with about four arms.
+BY_ARMS = sorted(STUDIES, key=lambda name: -abs(len(STUDIES[name].get_grid("laptop")) - 4))
 
 
 @pytest.mark.parametrize("study", {STUDIES[name].family.name: name for name in BY_ARMS}.values())
