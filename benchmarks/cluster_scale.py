@@ -40,13 +40,11 @@ from trainable.trial import PPO
 from trainable.uploads import Uploads
 from tune_study.folder import storage
 from tune_study.folder.outputs import write_study
-from tune_study.folder.statuses import StudyStatuses
 from tune_study.folder.storage import StoredStudy
 from tune_study.host.interrupt import make_interrupt
 from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.local_ray import LocalRay, prepare_environment
-from tune_study.tune.progress import Progress
 from tune_study.tune.session import StudySession, SuiteContext
 
 CHECKPOINT_BYTES = 74e9
@@ -242,10 +240,10 @@ def simulate(num_runs: int, num_nodes: int, args: argparse.Namespace) -> dict[st
             write_study(plan)
             stored_study.push()
             suite = SuiteContext(ray_context, make_interrupt(plan.folder))
-            progress = Progress(plan, num_nodes, console)
-            session = StudySession(plan, resource_plan, console, suite, {}, progress, stored_study)
+            session = StudySession(plan, resource_plan, console, suite, stored_study)
+            session.begin()
             with ray_context.acquire(resource_plan):
-                recorder = Recorder(session, StudyStatuses(plan, ()))
+                recorder = Recorder(session)
                 counts, cpu, start = read_counts(query), time.process_time(), time.perf_counter()
                 make_study_tuner(session, recorder).fit()
                 wall_seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu

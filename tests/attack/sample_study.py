@@ -28,7 +28,7 @@ from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import ENDED_STATUSES, StatusRecord, write_record
 from trainable.trial import PPO
 from tune_study.folder import outputs
-from tune_study.folder.statuses import find_finished_runs, make_timestamp
+from tune_study.folder.statuses import make_timestamp, read_statuses
 from tune_study.folder.study_file import check_unchanged, merge_with_folder, plan_from_folder
 from tune_study.host.console import show_warnings
 from tune_study.plan.study_plan import StudyPlan, make_plan
@@ -73,7 +73,7 @@ def train_without_ray(plan: StudyPlan, max_steps: int = 1_000) -> dict[str, Stat
 
     Trials, locks and statuses are those of a study; only Ray, which would give each trial a process, is missing.
     """
-    finished_statuses = find_finished_runs(plan, ENDED_STATUSES)
+    finished_statuses = {key: status for key, status in read_statuses(plan).items() if status.status in ENDED_STATUSES}
     outputs.write_study(plan)
     statuses = dict(finished_statuses)
     for spec in plan.runs:

@@ -7,13 +7,11 @@ import ray
 from rich.console import Console
 
 from tests.fakes.trainer import Barrier
-from tune_study.folder.statuses import StudyStatuses
 from tune_study.host.interrupt import make_interrupt
 from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan
 from tune_study.tune.callbacks import Recorder
 from tune_study.tune.local_ray import LocalRay
-from tune_study.tune.progress import Progress
 from tune_study.tune.run import execute_study, make_study_tuner
 from tune_study.tune.session import StudySession, SuiteContext
 
@@ -34,17 +32,18 @@ def make_session(plan: StudyPlan, resource_plan: ResourcePlan | None = None, sto
     resource_plan, console = resource_plan or allocate(plan), Console(quiet=True)
     ray_context = LocalRay([], console, is_local=not resource_plan.cluster_address)
     suite = SuiteContext(ray_context, make_interrupt(plan.folder))
-    progress = Progress(plan, resource_plan.max_concurrent, console)
-    return StudySession(plan, resource_plan, console, suite, {}, progress, storage)
+    session = StudySession(plan, resource_plan, console, suite, storage)
+    session.begin()
+    return session
 
 
 def run_placed(plan: StudyPlan, resource_plan: ResourcePlan, num_parallel: int) -> list[dict[str, Any]]:
     """Run a study of the family "Placed", and return where each run was, as the runs report it."""
-    session = make_session(plan, resource_plan)
     for spec in plan.runs:
         plan.get_run_dir(spec.run_id).mkdir(parents=True)
+    session = make_session(plan, resource_plan)
     barrier = Barrier.options(name="meeting").remote(num_parallel)
-    grid = make_study_tuner(session, Recorder(session, StudyStatuses(plan, ()))).fit()
+    grid = make_study_tuner(session, Recorder(session)).fit()
     ray.kill(barrier)
     assert not grid.errors
     return [json.loads(result.metrics["place"]) for result in grid]

@@ -3,7 +3,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.faults.kills import RUN, STEPS, InterruptedStudy, run_uninterrupted
+from tests.faults.kills import ONE_PROCESS, RUN, STEPS, InterruptedStudy, run_uninterrupted
 
 StudyRegistration = Callable[[InterruptedStudy], None]
 
@@ -17,7 +17,7 @@ def uninterrupted_study(tmp_path_factory: pytest.TempPathFactory, worker_id: str
     with (folder.parent / "straight.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / RUN / "report.html").exists():
-            run_uninterrupted(folder, STEPS)
+            run_uninterrupted(folder, STEPS, [ONE_PROCESS])
     return InterruptedStudy(folder, STEPS)
 
 

@@ -36,6 +36,8 @@ SMALL_OPTIONS = [
     "--set=actor.ppo_mini_batch_size=8",
     "--set=critic.ppo_mini_batch_size=8",
 ]
+ONE_PROCESS = "--max-concurrent=1"
+"""One process trains both runs, which imports torch once."""
 EVERY_STEP = "--set=trainer.resume_every=1"
 """A rolling checkpoint after every step, so that a kill may cost one step."""
 STEPS = 24

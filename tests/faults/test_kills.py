@@ -13,7 +13,7 @@ from tests.attack.sample_study import list_files
 from tests.fakes.ray_frames import check_trials
 from tests.fakes.wandb_files import read_wandb_files
 from tests.faults.conftest import StudyRegistration
-from tests.faults.kills import STEPS, InterruptedStudy, compare, read_status_output
+from tests.faults.kills import ONE_PROCESS, STEPS, InterruptedStudy, compare, read_status_output
 from trainable.runs.run_files import METRICS_FILE, read_rows
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
@@ -40,7 +40,7 @@ def test_a_killed_driver_loses_nothing(
     uninterrupted_study: InterruptedStudy,
     expect_agents_to_end: StudyRegistration,
 ) -> None:
-    killed = KilledStudy(InterruptedStudy(tmp_path, STEPS, ["--wandb=offline"]), random.Random(20))
+    killed = KilledStudy(InterruptedStudy(tmp_path, STEPS, ["--wandb=offline", ONE_PROCESS]), random.Random(20))
     expect_agents_to_end(killed.study)
     assert signal_study(killed, MAIN_KILLS) == []
     status_output = read_status_output(killed.study.folder)

@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
+from search_spaces.catalog import get_declaration
 from tests.fakes.command_line import assert_refused, get_output, type_in
 from trainable.config.command_lines import split_words
 
@@ -57,8 +59,8 @@ FURTHER = {"seed.train", "trainer.experiment_name", "trainer.default_local_dir",
 """Words with the folders, the name and the seed of a run; the scripts make the first three themselves."""
 
 
-def read_commands(study: str) -> tuple[dict[str, dict[str, str]], list[dict[str, str]]]:
-    """The settings of the command of each arm, and the runs of the plan."""
+def read_commands(study: str) -> tuple[dict[str, dict[str, str]], dict[str, Any]]:
+    """The settings of the command of each arm, and the plan."""
     answer = get_output(f"run {study} --trainer ragen --dry-run --gpus 0,1 --json")
     (plan,) = json.loads(answer)["plans"]
     commands = {}
@@ -68,7 +70,7 @@ def read_commands(study: str) -> tuple[dict[str, dict[str, str]], list[dict[str,
         pairs = [tuple(word.split("=", 1)) for word in words[3:]]
         assert len(dict(pairs)) == len(pairs), "a key twice"
         commands[arm] = dict(pairs)
-    return commands, plan["runs"]
+    return commands, plan
 
 
 def expect(words: Mapping[str, str], arm_words: Mapping[str, str]) -> dict[str, str]:
@@ -76,31 +78,28 @@ def expect(words: Mapping[str, str], arm_words: Mapping[str, str]) -> dict[str, 
 
 
 def test_the_kl_sweep() -> None:
-    commands, runs = read_commands("kl")
+    commands, plan = read_commands("kl")
     assert list(commands) == ["0", "0.001", "0.003", "0.01", "0.03", "0.1"]
     for arm, settings in commands.items():
         coefficient = "0.0" if arm == "0" else arm
         expected = expect(KL, {f"{ACTOR}use_kl_loss": str(arm != "0"), f"{ACTOR}kl_loss_coef": coefficient})
         assert {key: value for key, value in settings.items() if key not in FURTHER} == expected
         assert settings.keys() - expected.keys() == FURTHER
-    assert runs[1]["run"] == "sokoban_kl_sweep_nofilter_0001-Qwen2.5-3B"
+    assert plan["runs"][1]["run"] == "sokoban_kl_sweep_nofilter_0001-Qwen2.5-3B"
+    assert plan["seeds"] == [0, 1, 2]
 
 
 def test_the_top_p_sweep() -> None:
-    commands, runs = read_commands("top-p")
+    commands, plan = read_commands("top-p")
     assert list(commands) == ["1.0", "0.98", "0.95", "0.9", "0.8", "0.6", "0.4", "nofilter"]
     for arm, settings in commands.items():
         value, include_zero = ("1.0", "True") if arm == "nofilter" else (arm, "False")
         expected = expect(TOP_P, {f"{ROLLOUT}value": value, f"{ROLLOUT}include_zero": include_zero})
         assert {key: value for key, value in settings.items() if key not in FURTHER} == expected
-    assert runs[1]["run"] == "sokoban_top_p_098-Qwen2.5-3B"
+    assert plan["runs"][1]["run"] == "sokoban_top_p_098-Qwen2.5-3B"
 
 
 def test_seeds_are_those_of_our_runs() -> None:
-    (plan,) = json.loads(get_output("run kl --trainer ragen --dry-run --gpus 0 --json"))["plans"]
-    assert plan["seeds"] == [0, 1, 2]
-    from search_spaces.catalog import get_declaration
-
     study = get_declaration("kl-ragen")
     assert study is not None
     config = study.family.config_class.model_validate({"seed": 2})

@@ -2,6 +2,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from operator import attrgetter
 from string import Formatter
 
@@ -90,8 +91,18 @@ def make_base_config(study: Study, preset: str) -> BaseRunConfig:
 
 
 def make_arm_config(study: Study, preset: str, value: str) -> BaseRunConfig:
-    base = make_base_config(study, preset)
-    return apply_overrides(base, study.axis.make_settings(value, base))
+    return make_cataloged_arm(study.name, preset, value)
+
+
+@cache
+def make_cataloged_base(study: str, preset: str) -> BaseRunConfig:
+    return make_base_config(STUDIES[study], preset)
+
+
+@cache
+def make_cataloged_arm(study: str, preset: str, value: str) -> BaseRunConfig:
+    base = make_cataloged_base(study, preset)
+    return apply_overrides(base, STUDIES[study].axis.make_settings(value, base))
 
 
 @SWEEPS

@@ -119,7 +119,7 @@ def plan_resume(
         local_plan = plan_from_folder(_check_local_path(text), overrides, own_study=own_study, allowed=allowed)
         local_folder = local_plan.folder
         check_tree(local_folder, trees=[local_folder])
-        check_storage_usable(local_plan, read_study(local_folder).storage)
+        check_storage_usable(local_plan)
         if local_plan.storage is None or not is_real:
             check_unchanged(local_plan)
             return local_plan
@@ -146,7 +146,7 @@ def _refuse_uri(uri: str) -> PlanError:
 def _check_local_folder(folder: Path, root: str) -> None:
     """Raise PlanError if the local folder for a study in a storage holds a study with another storage or none."""
     if (folder / STUDY_FILE).exists():
-        check_same_storage(folder, read_study(folder).storage, root)
+        check_same_storage(folder, root)
 
 
 @contextmanager

@@ -5,18 +5,17 @@ the fields seed and early_stop added at the end.
 """
 
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 
 from search_spaces.language_model.family import get_model_name
 from trainable.config.setting_types import format_value
 from trainable.files.paths import escape_controls, write_text
 from trainable.runs.history import RunHistory, settle_status
-from trainable.runs.run_files import METRICS_FILE, read_rows
+from trainable.runs.run_files import METRICS_FILE, Row, read_rows
 from trainable.runs.study_record import CENSORED, ENDED_STATUSES, OPEN_STATUSES, StatusRecord, find_record, write_record
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import ResourcePlan, RunSpec, StudyPlan
@@ -36,12 +35,6 @@ def make_timestamp() -> str:
 def read_statuses(plan: StudyPlan) -> dict[str, StatusRecord]:
     """Read the status of each run of a study, by run_id: as recorded unless the rows contradict it."""
     return {spec.run_id: RunHistory.read(plan.get_run_dir(spec.run_id), spec.steps).status for spec in plan.runs}
-
-
-def find_finished_runs(plan: StudyPlan, skipped_statuses: Container[str] = ENDED_STATUSES) -> dict[str, StatusRecord]:
-    """Find the runs that are not run again, with a status in `skipped_statuses`. Returns their statuses by run_id."""
-    statuses = read_statuses(plan) if plan.folder.exists() else {}
-    return {run_id: status for run_id, status in statuses.items() if status.status in skipped_statuses}
 
 
 def parse_skipped_statuses(text: str) -> tuple[str, ...]:
@@ -64,15 +57,24 @@ class StudyStatuses:
     """The statuses of a study's runs while this process is its driver.
 
     No other process writes them. If a status.json is deleted, damaged, or not written because the disk is full, the
-    status in memory is right, and the file is written again at the end. Runs that are
-    not in `finished_ids` get the status `waiting`.
+    status in memory is right, and the file is written again at the end.
+
+    skipped_statuses: runs with one of these are not run again, nor those that have ended. All others get the status
+    `waiting`.
     """
 
-    def __init__(self, plan: StudyPlan, finished_ids: Container[str]) -> None:
+    def __init__(self, plan: StudyPlan, skipped_statuses: Iterable[str] = ()) -> None:
         self._plan = plan
+        # In a search, a failed run is a result, since later points were drawn in view of it.
+        self._final_statuses = ENDED_STATUSES if plan.search is None else (*ENDED_STATUSES, "failed")
         self._statuses: dict[str, StatusRecord] = {}
+        self.finished: dict[str, StatusRecord] = {}
+        """The statuses, by run_id, of the runs that are not run again."""
+        skipped_statuses = (*skipped_statuses, *self._final_statuses)
         for run_id, status in read_statuses(plan).items():
-            self.set(status if run_id in finished_ids else replace(status, status="waiting"))
+            if status.status in skipped_statuses:
+                self.finished[run_id] = status
+            self.set(status if run_id in self.finished else replace(status, status="waiting"))
 
     def get(self, run_id: str) -> StatusRecord:
         """Return the status of a run."""
@@ -81,6 +83,10 @@ class StudyStatuses:
     def list_all(self) -> list[StatusRecord]:
         """Return the statuses of all runs, in the order of the plan."""
         return list(self._statuses.values())
+
+    def list_unfinished(self) -> list[StatusRecord]:
+        """Return the statuses of the runs that a later start would train."""
+        return [status for status in self.list_all() if status.status not in self._final_statuses]
 
     def set(self, status: StatusRecord) -> None:
         """Change the status of a run, and write it unless the disk is full."""
@@ -132,17 +138,16 @@ _PUBLISHED_STATUS = {
 }
 
 
-def format_summary_line(plan: StudyPlan, spec: RunSpec, status: StatusRecord | None, gpu_label: str) -> str:
+def format_summary_line(plan: StudyPlan, spec: RunSpec, status: StatusRecord, gpu_label: str) -> str:
     """Format a run in the published form: fields joined by ` | `. seed and early_stop=<rule>@<step> are our additions.
 
     A run that a rule stopped has the published status `success`, because its process ended normally. A run that never
     started is `missing`.
     """
     published_fields = plan.fill_run_template(plan.study.name_templates.summary, spec).split(" | ")
-    # A run that has not ended has no times and no outcome.
-    if status is None or status.status in ("never_ran", *OPEN_STATUSES):
+    if status.status == "never_ran":
         return f"{published_fields[0]} | status=missing | seed={spec.seed}"
-    run_dir, time_names = plan.get_run_dir(spec.run_id), tuple(plan.study.name_templates.summary_times)
+    rows = read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE)
     wall_time = "N/A"  # from the first start to the end, with pauses
     if status.started_at is not None and status.ended_at is not None:
         duration = datetime.fromisoformat(status.ended_at) - datetime.fromisoformat(status.started_at)
@@ -150,7 +155,7 @@ def format_summary_line(plan: StudyPlan, spec: RunSpec, status: StatusRecord | N
     stop_text = f"{status.stop_rule}@{status.stop_step}" if status.stop_rule else "none"
     fields = [
         *published_fields,
-        *format_run_times(run_dir / METRICS_FILE, status.ended_at, time_names),
+        *format_run_times(rows, plan.study.name_templates.summary_times),
         f"wall_time={wall_time}",
         f"gpu={gpu_label}",
         f"status={_PUBLISHED_STATUS[status.status]}",
@@ -161,15 +166,12 @@ def format_summary_line(plan: StudyPlan, spec: RunSpec, status: StatusRecord | N
     return f"{line}\n  error: {status.reason}" if status.status == "failed" else line
 
 
-@cache
-def format_run_times(path: Path, ended_at: str | None, names: tuple[str, ...]) -> list[str]:
+def format_run_times(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
     """Format a field `<name>_time=` in seconds for each of `names`, from a run's rows; N/A if it has no total.
 
     total is over all starts, eval of validations and tests; collapse_first, collapse_multi and collapse are of the
-    diagnostics of first turns, of all turns, and of both; train is total without eval and collapse. path: of the rows,
-    which are read once per end, although each summary has all runs. ended_at: when the run ended.
+    diagnostics of first turns, of all turns, and of both; train is total without eval and collapse.
     """
-    rows = read_rows(path)
     # The row of a failure has no times, so the last row with times is used.
     total_seconds = next((row["seconds_total"] for row in reversed(rows) if row.get("seconds_total") is not None), None)
     if not isinstance(total_seconds, int | float):
@@ -189,23 +191,19 @@ def format_run_times(path: Path, ended_at: str | None, names: tuple[str, ...]) -
     return [f"{name}_time={seconds[name]:.2f}s" for name in names]
 
 
-def write_summary(plan: StudyPlan, resource_plan: ResourcePlan, is_closing: bool) -> Path:
-    """Write the summary log from the statuses on disk, and return its path.
+def write_summary(plan: StudyPlan, resource_plan: ResourcePlan, statuses: Iterable[StatusRecord]) -> Path:
+    """Write the summary log, and return its path. statuses: of the runs, in the order of the plan.
 
-    It has a heading, a line per ended run and, if `is_closing`, a closing block. It is rewritten as a whole, so that a
-    continued study has one line per run.
+    It has a heading, a line per ended run, and a closing block. It is rewritten as a whole, so that a continued study
+    has one line per run.
     """
-    if is_closing and plan.storage is not None:  # rows of ended runs may have come since the last summary
-        format_run_times.cache_clear()
-    run_statuses = [(spec, find_record(StatusRecord, plan.get_run_dir(spec.run_id))) for spec in plan.runs]
-    ended_runs = [
-        (spec, status)
-        for spec, status in run_statuses
-        # A run that waits to be continued still has the end of its earlier start.
-        if status is not None and status.ended_at is not None and status.status not in OPEN_STATUSES
-    ]
-    # Lines are in the order in which runs ended, as in the published logs.
-    ended_runs.sort(key=lambda pair: pair[1].ended_at or "")
+    statuses = list(statuses)
+    lines_by_run = {
+        spec.run_id: format_summary_line(plan, spec, status, resource_plan.gpu_label)
+        for spec, status in zip(plan.runs, statuses, strict=True)
+    }
+    # First in the order in which runs ended, as in the published logs.
+    ended_statuses = sorted((end for end in statuses if end.ended_at), key=lambda status: status.ended_at or "")
     trainer, model = plan.base_config.trainer, "" if plan.model is None else f" ({get_model_name(plan.model)})"
     utilization = None if plan.model is None else plan.ppo_config.rollout.gpu_memory_utilization
     memory_text = "" if utilization is None else f"GPU memory util: {utilization} | "
@@ -216,22 +214,24 @@ def write_summary(plan: StudyPlan, resource_plan: ResourcePlan, is_closing: bool
         f"Groups: {' '.join(resource_plan.gpu_slots) or 'none'} | {memory_text}"
         f"ray_num_cpus: {resource_plan.cpus} | save_freq: {trainer.save_freq}",
     ]
-    lines += [format_summary_line(plan, spec, status, resource_plan.gpu_label) for spec, status in ended_runs]
-    if is_closing:
-        lines += ["", f"=== {title} Summary ==="]
-        lines += [f"Project: {plan.wandb_project} | Steps: {steps} | GPU per exp: {resource_plan.gpu_label}"]
-        lines += [format_summary_line(plan, spec, status, resource_plan.gpu_label) for spec, status in run_statuses]
-        # The published scripts count lines, including retries.
-        names = [status.status if status else "never_ran" for _, status in run_statuses]
-        published = Counter(_PUBLISHED_STATUS.get(name, "missing") for name in names)
-        counts = {
-            "Total": len(names),
-            "Success": published["success"],
-            "Failed": published["fail"],
-            "Early stopped": names.count("early_stopped"),
-            "Not ended": len(names) - published["success"] - published["fail"],
-        }
-        lines += [" | ".join(f"{label}: {count}" for label, count in counts.items())]
+    # The published scripts count lines, including retries.
+    names = [status.status for status in statuses]
+    published = Counter(_PUBLISHED_STATUS[name] for name in names)
+    counts = {
+        "Total": len(names),
+        "Success": published["success"],
+        "Failed": published["fail"],
+        "Early stopped": names.count("early_stopped"),
+        "Not ended": len(names) - published["success"] - published["fail"],
+    }
+    lines += [
+        *(lines_by_run[status.run_id] for status in ended_statuses),
+        "",
+        f"=== {title} Summary ===",
+        f"Project: {plan.wandb_project} | Steps: {steps} | GPU per exp: {resource_plan.gpu_label}",
+        *lines_by_run.values(),
+        " | ".join(f"{label}: {count}" for label, count in counts.items()),
+    ]
     # Reasons may come from an untrusted folder, and users print logs with `cat`.
     write_text(plan.summary_log, escape_controls("\n".join(lines) + "\n", allowed="\n"))
     return plan.summary_log

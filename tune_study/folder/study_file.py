@@ -29,8 +29,8 @@ from tune_study.plan.fork import make_fork_study
 from tune_study.plan.own_study import OwnStudy, check_recorded_files, explain_missing_file
 from tune_study.plan.search import find_search_differences, make_point_study
 from tune_study.plan.storage_uri import is_same_folder
-from tune_study.plan.study_plan import StudyPlan, make_arm_config, plan_runs, set_max_seeds, set_points
-from tune_study.plan.typed_settings import find_study, format_values
+from tune_study.plan.study_plan import StudyPlan, plan_runs, set_max_seeds, set_points
+from tune_study.plan.typed_settings import find_study, format_values, is_same_number
 
 NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
 
@@ -109,9 +109,25 @@ def plan_from_folder(
             study = replace(study, baseline=record.baseline or study.baseline)
         if record.preset not in study.family.presets:
             raise PlanError(f"there is no preset {format_value(record.preset)}.")
-        preset, values = (record.preset, record.preset_reason), record.axis.values
-        plan = StudyPlan(study, *preset, base, values, record.seeds, folder, extra_seeds=record.extra_seeds)
-        plan = plan_runs(plan)
+        plan = plan_runs(
+            StudyPlan(
+                study,
+                record.preset,
+                record.preset_reason,
+                base,
+                record.axis.values,
+                record.seeds,
+                folder,
+                storage=find_usable_storage(folder, record.storage, allowed)[0],
+                extra_seeds=record.extra_seeds,
+                source=None if own_study is None else own_study.source,
+                confirms=record.confirms,
+                forks=forks,
+                search=record.search,
+                points=record.points,
+                earlier_steps=record.earlier_steps,
+            )
+        )
         if own_study is not None and record.baseline not in ("", plan.baseline):
             raise PlanError(
                 f"its baseline {format_value(record.baseline)} was declared before the runs, and "
@@ -120,16 +136,6 @@ def plan_from_folder(
             )
         if record.max_seeds is not None:
             plan = set_max_seeds(plan, record.max_seeds)
-        plan = replace(
-            plan,
-            storage=find_usable_storage(folder, record.storage, allowed)[0],
-            source=None if own_study is None else own_study.source,
-            confirms=record.confirms,
-            forks=forks,
-            search=record.search,
-            points=record.points,
-            earlier_steps=record.earlier_steps,
-        )
         if {spec.run_id for spec in plan.runs} != {entry.run_id for entry in record.runs}:
             raise PlanError("its list of runs does not match its values and seeds.")
     except PlanError as error:
@@ -197,9 +203,8 @@ def merge_with_folder(plan: StudyPlan, extend: bool, allowed: frozenset[str] = N
     allowed |= list_plan_values(plan)
     study = None if own_study else plan.study
     existing = plan_from_folder(plan.folder, study=study, own_study=own_study, allowed=allowed)
-    storage = read_study(plan.folder).storage
-    check_same_storage(existing.folder, storage, plan.storage)
-    check_storage_usable(existing, storage)
+    check_same_storage(plan.folder, plan.storage)
+    check_storage_usable(existing)
     if plan.search is not None and existing.search is not None:
         plan = _continue_search(plan, existing)
     old_steps, steps = (version.base_config.trainer.total_training_steps for version in (existing, plan))
@@ -212,21 +217,14 @@ def merge_with_folder(plan: StudyPlan, extend: bool, allowed: frozenset[str] = N
         raise PlanError(
             f"{plan.folder} contains this study with other settings:\n  " + "\n  ".join(changes) + f"\n{advice}"
         )
-    # Values are compared by the settings of their arms: 0.10 continues an arm that was started as 0.1. Arms of a fork
-    # may have the same settings from different steps.
-    existing_values = {
-        make_arm_config(existing.study, plan.base_config, value).compute_hash(): value
-        for value in (existing.values if plan.forks is None else ())
-    }
-    requested_values = tuple(
-        value
-        if value in existing.values
-        else existing_values.get(make_arm_config(plan.study, plan.base_config, value).compute_hash(), value)
+    # 0.10 continues an arm that was started as 0.1.
+    names = {
+        value: next((known for known in existing.values if is_same_number(known, value)), value)
         for value in plan.values
-    )
-    values = (*existing.values, *(value for value in requested_values if value not in existing.values))
+    }
+    requested_values = tuple(names.values())
+    values = tuple(dict.fromkeys((*existing.values, *requested_values)))
     seeds = tuple(sorted({*existing.seeds, *plan.seeds}))
-    names = dict(zip(plan.values, requested_values, strict=True))
     requested_seeds = {names[value]: extra_seeds for value, extra_seeds in plan.extra_seeds.items()}
     if not extend:
         # A grid is meant to be run group by group, so further groups do not count as a difference.
@@ -263,11 +261,12 @@ def _continue_search(plan: StudyPlan, existing: StudyPlan) -> StudyPlan:
     return set_points(plan, existing.points)
 
 
-def check_same_storage(folder: Path, storage: str | None, requested_uri: str | None) -> None:
-    """Raise PlanError if the study in `folder` would continue with another `storage` than it has.
+def check_same_storage(folder: Path, requested_uri: str | None) -> None:
+    """Raise PlanError if the study in `folder` would continue with another storage than it has.
 
     requested_uri: the storage that was typed; None to keep the study's.
     """
+    storage = read_study(folder).storage
     if requested_uri is None or (storage is not None and is_same_folder(requested_uri, storage)):
         return
     problem = f"keeps its runs in {format_value(storage, 1000)}" if storage else "was started without --storage"
@@ -277,9 +276,9 @@ def check_same_storage(folder: Path, storage: str | None, requested_uri: str | N
     )
 
 
-def check_storage_usable(plan: StudyPlan, storage: str | None) -> None:
+def check_storage_usable(plan: StudyPlan) -> None:
     """Raise PlanError if the plan cannot continue because the storage in study.json may not be used."""
-    if plan.storage is None and (problem := find_usable_storage(plan.folder, storage)[1]):
+    if plan.storage is None and (problem := find_usable_storage(plan.folder, read_study(plan.folder).storage)[1]):
         raise PlanError(f"{format_value(plan.folder, 1000)} cannot be continued without its storage. {problem}")
 
 

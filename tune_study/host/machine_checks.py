@@ -49,7 +49,7 @@ def detect_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
     visible_devices = environ.get("CUDA_VISIBLE_DEVICES")
     if visible_devices is not None and visible_devices.strip() in ("", "-1"):
         return ()
-    rows = query_nvidia_smi("--query-gpu=index,uuid,name", 3, number=0)
+    rows = query_nvidia_smi("index,uuid,name")
     return select_visible(tuple(Gpu(*row) for row in rows), visible_devices)
 
 
@@ -68,18 +68,16 @@ def select_visible(gpus: tuple[Gpu, ...], visible_devices: str | None) -> tuple[
     return tuple(selected_gpus)
 
 
-def query_nvidia_smi(query: str, n_fields: int, number: int) -> list[list[str]]:
-    """Run nvidia-smi; return the fields of each line, of none if it is missing or fails.
-
-    number: the index of a field that is a number. Lines without it are complaints, and are skipped.
-    """
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+def query_nvidia_smi(fields: str) -> list[list[str]]:
+    """Ask nvidia-smi for `fields` of each GPU, of which the first is its index; empty if it is missing or fails."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         text = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    rows = [[field.strip() for field in line.split(",", n_fields - 1)] for line in text.splitlines()]
-    return [row for row in rows if len(row) == n_fields and row[number].isdecimal()]
+    rows = [[field.strip() for field in line.split(",", fields.count(","))] for line in text.splitlines()]
+    # Other lines are complaints.
+    return [row for row in rows if len(row) > fields.count(",") and row[0].isdecimal()]
 
 
 def count_cpus() -> int:
@@ -92,14 +90,6 @@ class GpuMemory(NamedTuple):
 
     free_mib: int
     total_mib: int
-
-
-class GpuProcess(NamedTuple):
-    """A process that uses memory of the GPU `uuid`, in MiB; 0 if the driver does not report it (containers, MIG)."""
-
-    uuid: str
-    pid: int
-    used_mib: int
 
 
 def measure_available_memory() -> int:
@@ -150,18 +140,12 @@ def measure_scratch_space() -> int:
 
 def query_gpu_memory() -> dict[str, GpuMemory]:
     """Ask nvidia-smi for the memory of the GPUs of this machine, by UUID, without those that it does not report."""
-    rows = query_nvidia_smi("--query-gpu=index,uuid,memory.free,memory.total", 4, number=0)
+    rows = query_nvidia_smi("index,uuid,memory.free,memory.total")
     return {
         uuid: GpuMemory(int(free), int(total))
         for _, uuid, free, total in rows
         if free.isdecimal() and total.isdecimal()
     }
-
-
-def query_gpu_processes() -> tuple[GpuProcess, ...]:
-    """Ask nvidia-smi for the visible processes that use GPU memory."""
-    rows = query_nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory", 3, number=1)
-    return tuple(GpuProcess(uuid, int(pid), int(used) if used.isdecimal() else 0) for uuid, pid, used in rows)
 
 
 @contextmanager

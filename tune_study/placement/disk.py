@@ -15,7 +15,8 @@ from rich.filesize import decimal
 
 from trainable.config.run_config import RunConfig
 from trainable.runs.episode_lines import MAX_ANSWER_CHARS
-from tune_study.folder.statuses import find_finished_runs
+from trainable.runs.study_record import ENDED_STATUSES
+from tune_study.folder.statuses import read_statuses
 from tune_study.placement.memory import ModelShape, compute_moving_reference_bytes, list_trained_tensors
 from tune_study.placement.model_files import read_model_shape
 from tune_study.plan.errors import MisfitError, PlanError
@@ -90,8 +91,8 @@ def estimate_row_bytes(config: RunConfig) -> int:
 
 def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: Mapping[str, str]) -> DiskBudget:
     """Estimate what the remaining runs of `plan` need, without ended runs, which write nothing more."""
-    family, ended_runs = plan.study.family, find_finished_runs(plan)
-    known_runs = [spec for spec in plan.runs if spec.run_id not in ended_runs]
+    family, statuses = plan.study.family, read_statuses(plan)
+    known_runs = [spec for spec in plan.runs if statuses[spec.run_id].status not in ENDED_STATUSES]
     # Points that a search has yet to draw need as much as the known ones.
     num_further_runs = plan.search.num_points * len(plan.seeds) - len(plan.runs) if plan.search else 0
     runs = [*known_runs, *itertools.islice(itertools.cycle(plan.runs), max(num_further_runs, 0))]

@@ -100,7 +100,7 @@ def preflight(
     for a dry run, which also plans for GPUs that do not exist.
     """
     trainer, n_gpus = plan.base_config.trainer, plan.base_config.trainer.n_gpus_per_node
-    run_bundles = make_bundles(trainer.n_gpus_per_node, trainer.cpu_threads, has_ranks=trainer.has_ranks)
+    run_bundles = make_bundles(n_gpus, trainer.cpu_threads, has_ranks=trainer.has_ranks)
     cpus_per_run = int(sum(bundle["CPU"] for bundle in run_bundles))
     check_options(plan, requested_gpus, concurrency_limit)
     gpus, notes = _choose_gpus(n_gpus, requested_gpus, visible_gpus, is_real)
@@ -179,25 +179,14 @@ def check_memory(memory: MemoryPlan, plan: StudyPlan, gpus: Sequence[Gpu]) -> No
             "memory."
         )
     needed_bytes = memory.peak * min(count_runs_per_gpu(memory.config.trainer.n_gpus_per_node), n_runs)
-    # Orphans of an earlier start are terminated before the runs start, so their memory counts as free.
-    ending_pids = {process.pid for process in find_orphans(plan.folder)}
-    gpu_memory, processes = machine_checks.query_gpu_memory(), machine_checks.query_gpu_processes()
+    # Orphans of an earlier start, which hold memory, are terminated before the runs start.
+    gpu_memory = {} if find_orphans(plan.folder) else machine_checks.query_gpu_memory()
     for gpu in gpus:
-        if gpu.uuid not in gpu_memory:
-            continue  # nvidia-smi does not report this GPU, so nothing can be checked
-        holders = [process for process in processes if process.uuid == gpu.uuid]
-        available_mib = gpu_memory[gpu.uuid].free_mib
-        available_mib += sum(holder.used_mib for holder in holders if holder.pid in ending_pids)
-        if available_mib * 2**20 < needed_bytes:
-            others = ", ".join(
-                f"{holder.pid}{f' ({holder.used_mib / 1024:.1f} GiB)' if holder.used_mib else ''}"
-                for holder in holders
-                if holder.pid not in ending_pids
-            )
-            users = f"PID {others}" if others else "processes that are not visible here"
+        # A GPU that nvidia-smi does not report cannot be checked.
+        if gpu.uuid in gpu_memory and gpu_memory[gpu.uuid].free_mib * 2**20 < needed_bytes:
             raise MisfitError(
-                f"GPU {gpu.id} has {available_mib / 1024:.1f} GiB free and the runs on it need "
-                f"{format_gib(needed_bytes)} GiB; its memory is used by {users}. End these processes if they are "
+                f"GPU {gpu.id} has {gpu_memory[gpu.uuid].free_mib / 1024:.1f} GiB free and the runs on it need "
+                f"{format_gib(needed_bytes)} GiB. `nvidia-smi` lists the processes that use it: end them if they are "
                 "orphans, wait until they end, or choose other GPUs with --gpus."
             )
 

@@ -1,4 +1,4 @@
-"""Tune callbacks of the driver: record statuses, logs and the summary of the runs, and display their progress.
+"""Tune callbacks of the driver: record the statuses and logs of the runs, and display their progress.
 
 The scheduler, which ends the trials that the Recorder gives up, is here too.
 """
@@ -24,7 +24,7 @@ from trainable.runs.history import find_signal_problem, make_final_status
 from trainable.runs.orphans import terminate_orphans
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from trainable.runs.study_record import CENSORED, ENDED_STATUSES, StatusRecord
-from tune_study.folder.statuses import StudyStatuses, make_timestamp, write_summary
+from tune_study.folder.statuses import make_timestamp
 from tune_study.host.interrupt import Interrupt
 from tune_study.plan.study_plan import RunSpec
 from tune_study.tune.cluster import find_usable_nodes, parse_nodes
@@ -78,10 +78,10 @@ class Recorder(StatelessCallback):
     an earlier start get what they lack in W&B at the end of the study.
     """
 
-    def __init__(self, session: StudySession, statuses: StudyStatuses, rungs: Rungs | None = None) -> None:
+    def __init__(self, session: StudySession, rungs: Rungs | None = None) -> None:
         self._plan, self._storage, self._wandb = session.plan, session.storage, session.wandb
         self._resource_plan, self._progress = session.resource_plan, session.progress
-        self._statuses, self.rungs = statuses, rungs
+        self._statuses, self.rungs = session.statuses, rungs
         self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in session.plan.runs}
         # By trial: the last step with a row at any of its failures, and how many failures have not passed that step.
         self._failure_counts: dict[str, tuple[int, int]] = {}
@@ -275,8 +275,6 @@ class Recorder(StatelessCallback):
         status = replace(status, ended_at=make_timestamp())
         self._statuses.set(status)
         self._log_line(status.run_id, f"=== {status.display_text} {status.ended_at}: {status.reason} ===")
-        with suppress(OSError):  # the summary is rewritten at the end of the study
-            write_summary(self._plan, self._resource_plan, is_closing=False)
         self._progress.end_run(status.run_id, status.display_text, status.reason)
         if self._wandb is not None:
             self._wandb.end_run(status)
@@ -374,7 +372,7 @@ def clear_metric_windows(trial: Any) -> None:
     """Drop Tune's sliding windows over the metrics of a trial that has ended.
 
     Tune keeps the last values of every metric of every trial. For ended trials they are useless, and take half of the
-    driver's memory per trial (FINDINGS.md). The means, minima and maxima computed from them stay.
+    driver's memory per trial. The means, minima and maxima computed from them stay.
     """
     trial.run_metadata.metric_n_steps.clear()
     trial.run_metadata.invalidate_cache()

@@ -111,12 +111,8 @@ def allocate_cluster(
     waits_for_nodes: start without a node that can hold a run. Raises PlanError if --gpus or --max-concurrent
     contradicts the cluster, or if there is no such node and the study does not wait for one.
     """
-    n_gpus = plan.base_config.trainer.n_gpus_per_node
-    bundles = make_bundles(
-        plan.base_config.trainer.n_gpus_per_node,
-        plan.base_config.trainer.cpu_threads,
-        has_ranks=plan.base_config.trainer.has_ranks,
-    )
+    trainer, n_gpus = plan.base_config.trainer, plan.base_config.trainer.n_gpus_per_node
+    bundles = make_bundles(n_gpus, trainer.cpu_threads, has_ranks=trainer.has_ranks)
     if gpus_option is not None:
         raise PlanError(
             f"--gpus {format_value(gpus_option)} names GPUs of this machine, but on a cluster Ray places the runs: "

@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ from trainable.runs.run_files import MAX_ROLLING_CHECKPOINTS
 from trainable.runs.study_record import ENDED_STATUSES
 from trainable.versions import read_driver_versions
 from tune_study.folder import outputs
-from tune_study.folder.statuses import StudyStatuses, find_finished_runs
 from tune_study.host.console import print_line
 from tune_study.host.interrupt import TimeLimit, make_interrupt
 from tune_study.host.machine_checks import find_ray_folder
@@ -24,7 +22,6 @@ from tune_study.host.terminal import finish_output
 from tune_study.plan.errors import PlanError
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan
 from tune_study.tune.local_ray import LocalRay, kill_children, prepare_environment, watch_daemons
-from tune_study.tune.progress import Progress
 from tune_study.tune.search.halving import SIBLING_REASON, Rungs
 from tune_study.tune.search.rounds import plan_next_round
 from tune_study.tune.session import (
@@ -32,7 +29,6 @@ from tune_study.tune.session import (
     SuiteContext,
     conclude_study,
     end_wandb,
-    get_final_statuses,
     has_failed_round,
     plan_next_look,
     write_outputs,
@@ -75,15 +71,14 @@ def execute_study(
 
             storage = StoredStudy(plan)
             stack.enter_context(storage.keep_synced())
-        finished_statuses = find_finished_runs(plan, (*skipped_statuses, *get_final_statuses(plan)))
-        progress, wandb_log = Progress(plan, resource_plan.max_concurrent, console, finished_statuses), None
+        wandb_log = None
         if plan.wandb.mode != "off":
             # This must not import Ray, which reads its environment on import: `prepare_environment` has not run yet.
             from tune_study.tune.wandb_logging import WandbLog
 
             wandb_log = WandbLog(plan)
-        session = StudySession(plan, resource_plan, console, suite, finished_statuses, progress, storage, wandb_log)
-        exit_code = _run_session(session)
+        session = StudySession(plan, resource_plan, console, suite, storage, wandb_log)
+        exit_code = _run_session(session, skipped_statuses)
         end_wandb(session)
     # A suite ends with an index of its studies.
     if not exit_code and is_alone and plan.study.family.is_fine_tuning:
@@ -91,31 +86,33 @@ def execute_study(
     return exit_code
 
 
-def _run_session(session: StudySession) -> int:
-    """Run the plan, and the plans that follow from its results, in a locked folder; return the exit code."""
+def _run_session(session: StudySession, skipped_statuses: Sequence[str]) -> int:
+    """Run the plan, and the plans that follow from its results, in a locked folder; return the exit code.
+
+    Raises PlanError if the study's files cannot be written.
+    """
+    _prepare_runs(session, skipped_statuses)
     for spec in session.plan.runs:
-        if status := session.finished_statuses.get(spec.run_id):
+        if status := session.statuses.finished.get(spec.run_id):
             print_line(session.console, f"{spec.name} is {status.status} and is not run again")
     while True:
         exit_code = _run_planned_seeds(session)
         next_plan = None if session.interrupt.is_requested else _plan_next(session, exit_code)
         if next_plan is None:
             return exit_code
+        session.plan = next_plan
         if session.storage is not None:
             session.storage.plan = next_plan
         if session.wandb is not None:
             session.wandb.plan = next_plan
-        # All earlier runs have ended, so only final statuses are skipped.
-        finished_statuses = find_finished_runs(next_plan, get_final_statuses(next_plan))
-        progress = Progress(next_plan, session.resource_plan.max_concurrent, session.console, finished_statuses)
-        session = replace(session, plan=next_plan, finished_statuses=finished_statuses, progress=progress)
+        _prepare_runs(session)  # all earlier runs have ended
 
 
 def _plan_next(session: StudySession, exit_code: int) -> StudyPlan | None:
     """Plan the runs that follow from the results, and print a line about them; None if there are none."""
     plan = session.plan
     if plan.search is not None:
-        if len(find_finished_runs(plan, get_final_statuses(plan))) < len(plan.runs):
+        if session.statuses.list_unfinished():
             print_line(session.console, "No point is drawn, because not every run has ended.")
             return None
         if has_failed_round(session):
@@ -137,12 +134,9 @@ def _plan_next(session: StudySession, exit_code: int) -> StudyPlan | None:
     return next_plan
 
 
-def _run_planned_seeds(session: StudySession) -> int:
-    """Train the runs of the plan, write tables and report, and return the exit code.
-
-    Raises PlanError if the study's files cannot be written.
-    """
-    plan, console = session.plan, session.console
+def _prepare_runs(session: StudySession, skipped_statuses: Sequence[str] = ()) -> None:
+    """Write the files of the plan before its runs start. Raises PlanError if they cannot be written."""
+    plan = session.plan
     try:
         # In a suite, Ctrl-C may be pressed before this study starts, and that request must not be cleared.
         if not session.interrupt.is_requested:
@@ -156,20 +150,25 @@ def _run_planned_seeds(session: StudySession) -> int:
     if session.storage is not None and (problem := session.storage.push()):
         raise PlanError(problem)
     for change in changes:
-        print_line(console, f"Continuing with a different {change}: earlier and later rows may differ because of it")
-    if session.finished_statuses:
-        print_line(console, f"{len(plan.runs) - len(session.finished_statuses)} of {len(plan.runs)} runs remain")
-    statuses, problem = StudyStatuses(plan, session.finished_statuses), ""
-    if len(session.finished_statuses) < len(plan.runs):
-        problem = _train_runs(session, statuses)
+        text = f"Continuing with a different {change}: earlier and later rows may differ because of it"
+        print_line(session.console, text)
+    session.begin(skipped_statuses)
+
+
+def _run_planned_seeds(session: StudySession) -> int:
+    """Train the runs of the plan, write tables and report, and return the exit code."""
+    plan, console, num_finished = session.plan, session.console, len(session.statuses.finished)
+    if num_finished:
+        print_line(console, f"{len(plan.runs) - num_finished} of {len(plan.runs)} runs remain")
+    problem = _train_runs(session) if num_finished < len(plan.runs) else ""
     try:
-        return conclude_study(session, problem, statuses)
+        return conclude_study(session, problem)
     except KeyboardInterrupt:  # the user does not want to wait for tables and report
         print_line(console, f"The rows are saved. For tables and report: {format_command('report', plan.folder)}")
         return 130
 
 
-def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
+def _train_runs(session: StudySession) -> str:
     """Train the remaining runs until all have a final status; return an error text, or ""."""
     resource_plan = session.resource_plan
     prepare_environment(
@@ -179,10 +178,9 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
 
     plan, rungs, problem = session.plan, None, ""
     if plan.search is not None and plan.search.grace_steps is not None:
-        rungs = Rungs(plan, plan.study.family.is_higher_better, session.finished_statuses)
-    recorder = Recorder(session, statuses, rungs)
+        rungs = Rungs(plan, plan.study.family.is_higher_better, session.statuses.finished)
     try:
-        _fit_tuner(session, statuses, recorder)
+        _fit_tuner(session, Recorder(session, rungs))
     except KeyboardInterrupt:
         session.interrupt.request()  # before Ray has started, even the first Ctrl-C raises KeyboardInterrupt
         print_line(session.console, "Stopped.")
@@ -195,11 +193,11 @@ def _train_runs(session: StudySession, statuses: StudyStatuses) -> str:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
         problem = f"{summary}: {lines[-1] if len(lines) > 1 else f'{type(error).__name__}: {lines[0]}'}."
     if rungs is not None:
-        statuses.censor_waiting(rungs.is_censored, SIBLING_REASON)
-    return _close_statuses(session, statuses, problem)
+        session.statuses.censor_waiting(rungs.is_censored, SIBLING_REASON)
+    return _close_statuses(session, problem)
 
 
-def _close_statuses(session: StudySession, statuses: StudyStatuses, problem: str) -> str:
+def _close_statuses(session: StudySession, problem: str) -> str:
     """Give every run a final status after the training; return an error text, or "". problem: the error so far."""
     # The runs' files must be here before their rows and statuses are read.
     if session.storage is not None:
@@ -214,10 +212,10 @@ def _close_statuses(session: StudySession, statuses: StudyStatuses, problem: str
         reason = session.interrupt.reason
     elif session.interrupt.is_any_arm_requested and not problem:
         reason = "the arm was stopped by `stop --arm`"
-    return " ".join(filter(None, (problem, statuses.close(reason))))
+    return " ".join(filter(None, (problem, session.statuses.close(reason))))
 
 
-def _fit_tuner(session: StudySession, statuses: StudyStatuses, recorder: "Recorder") -> None:
+def _fit_tuner(session: StudySession, recorder: "Recorder") -> None:
     """Start Ray if necessary, and train all remaining runs."""
     # Ray installs a SIGTERM handler when it starts, so our handlers are installed afterwards.
     with (
@@ -225,16 +223,16 @@ def _fit_tuner(session: StudySession, statuses: StudyStatuses, recorder: "Record
         session.interrupt.handle_signals(partial(print_line, session.console)),
     ):
         tuner = make_study_tuner(session, recorder)
-        with session.progress.show_live(), watch_daemons(daemons, partial(_end_without_ray, session, statuses)):
+        with session.progress.show_live(), watch_daemons(daemons, partial(_end_without_ray, session)):
             tuner.fit()
 
 
-def _end_without_ray(session: StudySession, statuses: StudyStatuses, reason: str) -> None:
+def _end_without_ray(session: StudySession, reason: str) -> None:
     """End the study and this process after Ray's daemons are lost, because every further call to Ray would hang."""
     kill_children()  # first, so that no run writes rows while statuses and tables are written
     # A batch system and `timeout` signal all processes at once, and Ray's processes then end by themselves.
     problem = "" if session.interrupt.is_requested else f"The study ended early: {reason}."
-    exit_code = conclude_study(session, _close_statuses(session, statuses, problem), statuses)
+    exit_code = conclude_study(session, _close_statuses(session, problem))
     end_wandb(session)
     session.suite.on_ray_lost()
     # This is the watchdog's thread, and the main thread is stuck in a call to Ray. os._exit does not flush streams.
@@ -255,7 +253,7 @@ def make_study_tuner(session: StudySession, recorder: "Recorder") -> Any:
     def make_name(trial: Any) -> str:
         return names[list_run_ids(trial.config)[0]]
 
-    configs = list(make_trial_configs(plan, session.finished_statuses, interrupt, resource_plan.placement_settings))
+    configs = list(make_trial_configs(plan, session.statuses.finished, interrupt, resource_plan.placement_settings))
     if resource_plan.cluster_address:
         versions = read_driver_versions()
         for config in configs:

@@ -1,8 +1,8 @@
 """One start of a study: what its components share, and how it is concluded, or continued with more seeds."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,8 @@ from rich.console import Console
 from trainable.config.command_lines import format_command, quote_argument
 from trainable.files.json_values import DamageWarning
 from trainable.runs.failures import NON_FINITE
-from trainable.runs.study_record import ENDED_STATUSES, StatusRecord
 from tune_study.folder import outputs
-from tune_study.folder.statuses import StudyStatuses, find_finished_runs, write_summary
+from tune_study.folder.statuses import StudyStatuses, write_summary
 from tune_study.host.console import print_error, print_line, print_table, show_phases
 from tune_study.host.interrupt import Interrupt
 from tune_study.plan.study_plan import ResourcePlan, StudyPlan, add_seeds
@@ -36,19 +35,23 @@ class SuiteContext:
     """Ends the suite, called before the process ends without returning."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class StudySession:
-    """One start of a study: its plan, its resources and its outputs."""
+    """One start of a study: its plan, which may be replaced by one with more runs, its resources and its outputs."""
 
     plan: StudyPlan
     resource_plan: ResourcePlan
     console: Console
     suite: SuiteContext
-    finished_statuses: Mapping[str, StatusRecord]
-    """By run_id, of the runs that are not run again."""
-    progress: Progress
     storage: "StoredStudy | None" = None
     wandb: "WandbLog | None" = None
+    statuses: StudyStatuses = field(init=False)
+    progress: Progress = field(init=False)
+
+    def begin(self, skipped_statuses: Iterable[str] = ()) -> None:
+        """Read the statuses and rows of the runs, all of which wait or are not run again; see `StudyStatuses`."""
+        self.statuses = StudyStatuses(self.plan, skipped_statuses)
+        self.progress = Progress(self.plan, self.resource_plan.max_concurrent, self.console, self.statuses.finished)
 
     @property
     def interrupt(self) -> Interrupt:
@@ -56,24 +59,16 @@ class StudySession:
         return self.suite.interrupt
 
 
-def get_final_statuses(plan: StudyPlan) -> tuple[str, ...]:
-    """Return the statuses of runs that are never trained again.
-
-    In a search, a failed run is a result, since later points were drawn in view of it.
-    """
-    return ENDED_STATUSES if plan.search is None else (*ENDED_STATUSES, "failed")
-
-
-def conclude_study(session: StudySession, problem: str, statuses: StudyStatuses) -> int:
+def conclude_study(session: StudySession, problem: str) -> int:
     """Write summary, tables and report of the existing rows, print how to continue, and return the exit code.
 
     problem: error text of the training, empty without an error. Errors here, such as a full disk, are reported and
     never raised, so that the remaining outputs are still written.
     """
-    plan, console = session.plan, session.console
+    plan, statuses, console = session.plan, session.statuses, session.console
     problems = [problem]
     try:
-        print_line(console, f"Summary: {write_summary(plan, session.resource_plan, is_closing=True)}")
+        print_line(console, f"Summary: {write_summary(plan, session.resource_plan, statuses.list_all())}")
         outputs.record_look(plan, statuses.list_all())  # first: the report counts the looks
     except OSError as error:
         problems.append(f"The summary could not be written: {error}.")
@@ -85,10 +80,9 @@ def conclude_study(session: StudySession, problem: str, statuses: StudyStatuses)
     for spec in plan.runs:
         status = statuses.get(spec.run_id)
         # Each round of a search lists only its runs.
-        if plan.search is None or spec.run_id not in session.finished_statuses:
+        if plan.search is None or spec.run_id not in statuses.finished:
             print_line(console, f"{spec.name} {status.display_text}: {status.reason}")
-    final_statuses = get_final_statuses(plan)
-    unfinished_statuses = [status for status in statuses.list_all() if status.status not in final_statuses]
+    unfinished_statuses = statuses.list_unfinished()
     # Between rounds of a search there is no report, which would take longer than drawing the next points.
     is_lost = has_failed_round(session)
     is_round = plan.has_next_round and not unfinished_statuses and not session.interrupt.is_requested and not is_lost
@@ -115,14 +109,9 @@ def has_failed_round(session: StudySession) -> bool:
 
     The cause is then unlikely to be the settings of so many points.
     """
-    plan = session.plan
-    new_ids = {spec.run_id for spec in plan.runs} - session.finished_statuses.keys()
-    failed_runs = find_finished_runs(plan, ("failed",))
-    return (
-        plan.search is not None
-        and bool(new_ids)
-        and all(run_id in failed_runs and failed_runs[run_id].failure_class != NON_FINITE for run_id in new_ids)
-    )
+    statuses = [entry for entry in session.statuses.list_all() if entry.run_id not in session.statuses.finished]
+    is_failed = all(status.status == "failed" and status.failure_class != NON_FINITE for status in statuses)
+    return session.plan.search is not None and bool(statuses) and is_failed
 
 
 def end_wandb(session: StudySession) -> None:

@@ -61,16 +61,7 @@ def make_trial_config(plan: StudyPlan, specs: Sequence[RunSpec], interrupt: Inte
     first_spec, family = specs[0], plan.study.family
     if plan.study_uri is None:
         interrupts = [interrupt.path, interrupt.get_arm_path(first_spec.arm)] if interrupt else []
-        runs = [
-            {
-                "run_id": spec.run_id,
-                "seed": spec.seed,
-                "run_dir": str(plan.get_run_dir(spec.run_id)),
-                "checkpoint_dir": str(plan.output / spec.checkpoint_dir),
-                **_make_parent_entry(plan, spec),
-            }
-            for spec in specs
-        ]
+        runs = [_make_run_entry(plan, spec) for spec in specs]
         place: dict[str, Any] = {"runs": runs, "interrupts": list(map(str, interrupts))}
     else:
         # The runs are in the folder of the trial on its node, and upload their checkpoints to the storage.
@@ -89,10 +80,15 @@ def make_trial_config(plan: StudyPlan, specs: Sequence[RunSpec], interrupt: Inte
     }
 
 
-def _make_parent_entry(plan: StudyPlan, spec: RunSpec) -> dict[str, Any]:
-    """Make the entry `parent` of a run of a fork: which run it continues, and after which step; empty for others."""
-    parent = plan.find_parent(spec)
-    if parent is None:
-        return {}
-    places = {"run_dir": str(parent.run_dir), "checkpoint_dir": str(parent.checkpoint_dir)}
-    return {"parent": {**places, "step": parent.step}}
+def _make_run_entry(plan: StudyPlan, spec: RunSpec) -> dict[str, Any]:
+    """Make the entry of a run: its places, and for a run of a fork, which run it continues after which step."""
+    entry: dict[str, Any] = {
+        "run_id": spec.run_id,
+        "seed": spec.seed,
+        "run_dir": str(plan.get_run_dir(spec.run_id)),
+        "checkpoint_dir": str(plan.output / spec.checkpoint_dir),
+    }
+    if parent := plan.find_parent(spec):
+        places = {"run_dir": str(parent.run_dir), "checkpoint_dir": str(parent.checkpoint_dir)}
+        entry["parent"] = {**places, "step": parent.step}
+    return entry

@@ -94,15 +94,12 @@ FakeMachine = Callable[..., None]
 
 @pytest.fixture
 def fake_h100(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
-    """Fake a machine with one GPU of `total` MiB, of which `free` are free, and a downloaded Qwen2.5-0.5B.
-
-    Process 4242 uses the rest of the memory.
-    """
+    """Fake a machine with one GPU of `total` MiB, of which `free` are free, and a downloaded Qwen2.5-0.5B."""
 
     def fake_machine(free: int, total: int = 81559) -> None:
         uuid = "GPU-5a4b"
         answers = (
-            f"*memory.free*) echo '0, {uuid}, {free}, {total}';; *compute-apps*) echo '{uuid}, 4242, {total - free}';; "
+            f"*memory.free*) echo '0, {uuid}, {free}, {total}';; "
             f"*query-gpu=index,uuid,name*) echo '0, {uuid}, NVIDIA H100 80GB HBM3';;"
         )
         script = work_dir / "bin" / "nvidia-smi"
@@ -131,7 +128,7 @@ SMALL_LINE = (
     ("free_mib", "options", "message"),
     [
         (81000, "--gpus-per-exp 0.1", "DOES NOT FIT: "),
-        (1024, "--set env.test_env_groups=64", "used by PID 4242 (78.6 GiB). End these processes if they are orphans"),
+        (1024, "--set env.test_env_groups=64", "GPU 0 has 1.0 GiB free and the runs on it need "),
     ],
 )
 def test_a_real_run_that_does_not_fit_is_refused_and_writes_nothing(

@@ -21,13 +21,12 @@ from trainable.config.constants import SHIPPED_MODEL, SHIPPED_MODELS
 from trainable.files.json_values import read_object, write_object
 from trainable.runs.history import RunHistory, find_contradiction
 from trainable.runs.records import STATUSES
-from trainable.runs.run_files import acquire_lock, is_locked, read_rows
+from trainable.runs.run_files import acquire_lock, is_locked
 from trainable.runs.study_record import ENDED_STATUSES, StatusRecord, find_record, read_record, write_record
-from tune_study.folder import statuses as statuses_module
 from tune_study.folder.outputs import check_writable, lock_folder, read_git_state, write_study
 from tune_study.folder.statuses import (
+    DEFAULT_SKIPPED,
     StudyStatuses,
-    find_finished_runs,
     format_run_times,
     format_summary_line,
     make_timestamp,
@@ -76,7 +75,7 @@ def test_every_run_has_a_status_before_and_after(tmp_path: Path) -> None:
     write_study(plan)
     run_dirs = [plan.get_run_dir(run.run_id) for run in plan.runs]
     assert {read_record(StatusRecord, run_dir).status for run_dir in run_dirs} == {"never_ran"}
-    statuses = StudyStatuses(plan, finished_ids=())
+    statuses = StudyStatuses(plan)
     assert {read_record(StatusRecord, run_dir).status for run_dir in run_dirs} == {"waiting"}
     statuses.set(make_ended_status(plan.runs[0].run_id))
     statuses.set(StatusRecord(plan.runs[1].run_id, "running", started_at=make_timestamp()))
@@ -104,7 +103,7 @@ def test_a_run_that_waited_in_vain_has_its_earlier_status_again(tmp_path: Path, 
     run_dir, status = plan.get_run_dir(spec.run_id), replace(earlier_status, run_id=spec.run_id)
     write_record(run_dir, status)
     append_record(run_dir / "metrics.jsonl", {"step": 3})
-    statuses = StudyStatuses(plan, finished_ids=())
+    statuses = StudyStatuses(plan)
     waiting_status = RunHistory.read(run_dir, spec.steps, is_live=True).status
     assert (waiting_status.display_text, waiting_status.reason) == ("waiting", status.reason)
     assert RunHistory.read(run_dir, spec.steps).status == status  # the driver was killed
@@ -126,14 +125,14 @@ def test_a_skipped_run_does_not_wait(tmp_path: Path) -> None:
     write_study(plan)
     spec = plan.runs[0]
     write_record(plan.get_run_dir(spec.run_id), StatusRecord(spec.run_id, "failed", "OSError", "storage"))
-    assert StudyStatuses(plan, {spec.run_id}).get(spec.run_id).display_text == "failed (storage)"
+    assert StudyStatuses(plan, ("failed",)).get(spec.run_id).display_text == "failed (storage)"
 
 
 @pytest.mark.parametrize("damage", [b"", b'{"run_id": "other", "status": "never_ran"}'])
 def test_a_deleted_or_damaged_status_is_written_again_at_the_end(tmp_path: Path, damage: bytes) -> None:
     plan = make_plan_in(tmp_path)
     write_study(plan)
-    statuses = StudyStatuses(plan, finished_ids=())
+    statuses = StudyStatuses(plan)
     path = plan.get_run_dir(plan.runs[0].run_id) / "status.json"
     running_status = StatusRecord(plan.runs[0].run_id, "running", trial_id="one", started_at=make_timestamp())
     statuses.set(running_status)
@@ -149,7 +148,7 @@ def test_a_deleted_or_damaged_status_is_written_again_at_the_end(tmp_path: Path,
 def test_a_status_that_cannot_be_written_is_kept_and_named(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path)
     write_study(plan)
-    statuses, path = StudyStatuses(plan, ()), plan.get_run_dir(plan.runs[0].run_id) / "status.json"
+    statuses, path = StudyStatuses(plan), plan.get_run_dir(plan.runs[0].run_id) / "status.json"
     path.unlink()
     path.mkdir()  # a folder refuses the file as a full disk does, also for root
     ended_status = make_ended_status(plan.runs[0].run_id)
@@ -351,24 +350,18 @@ ROWS = [
 ]
 
 
-def test_times_add_up(tmp_path: Path) -> None:
+def test_times_add_up() -> None:
     collapse_times = [{"seconds_collapse_first_turn": 1.5}, {"seconds_collapse_multi_turn": 2.0}, {}]
-    for row, collapse_time in zip(ROWS, collapse_times, strict=True):
-        append_record(tmp_path / "rows", row)
-        append_record(tmp_path / "collapse", {**row, **collapse_time})
-    append_record(tmp_path / "rows", {"step": 4, "failure": "not finite"})  # the row of a failure has no times
+    rows = [{**row, **collapse_time} for row, collapse_time in zip(ROWS, collapse_times, strict=True)]
+    failure = {"step": 4, "failure": "not finite"}  # which has no times
     phases = ("train", "eval", "total")
-    assert format_run_times(tmp_path / "rows", "", phases) == [
-        "train_time=23.50s",
-        "eval_time=6.50s",
-        "total_time=30.00s",
-    ]
-    assert format_run_times(tmp_path / "none", "", phases) == [f"{phase}_time=N/A" for phase in phases]
+    assert format_run_times([*ROWS, failure], phases) == ["train_time=23.50s", "eval_time=6.50s", "total_time=30.00s"]
+    assert format_run_times([], phases) == [f"{phase}_time=N/A" for phase in phases]
     phases = ("train", "collapse", "collapse_first", "collapse_multi")
     times = [
         f"{phase}_time={seconds}s" for phase, seconds in zip(phases, ("20.00", "3.50", "1.50", "2.00"), strict=True)
     ]
-    assert format_run_times(tmp_path / "collapse", "", phases) == times
+    assert format_run_times(rows, phases) == times
 
 
 def test_a_summary_line_has_the_published_fields_of_its_study(tmp_path: Path) -> None:
@@ -402,18 +395,21 @@ def test_published_words_for_how_a_run_ended(tmp_path: Path, status: str, publis
 
 def test_the_summary_lists_ended_runs_as_they_ended_and_then_all(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path, values=("0", "0.1", "0.2"))
-    write_study(plan)
-    write_record(plan.get_run_dir(plan.runs[0].run_id), make_ended_status("a", ended_at="2026-01-01T03:00:00+00:00"))
-    write_record(plan.get_run_dir(plan.runs[2].run_id), make_ended_status("b", ended_at="2026-01-01T02:00:00+00:00"))
-    write_summary(plan, allocate_resources(plan), is_closing=False)
-    lines = plan.summary_log.read_text().splitlines()
+    first, second, third = (spec.run_id for spec in plan.runs)
+    statuses = [
+        make_ended_status(first, ended_at="2026-01-01T03:00:00+00:00"),
+        StatusRecord(second, "never_ran"),
+        make_ended_status(third, ended_at="2026-01-01T02:00:00+00:00"),
+    ]
+    write_summary(plan, allocate_resources(plan), statuses)
+    text, closing_text = plan.summary_log.read_text().split("\n\n")
+    lines = text.splitlines()
     assert lines[0].startswith("=== KL Sweep Runner (Qwen2.5-3B): ")
     assert lines[1] == "Values: 0,0.1,0.2 | Steps: 400 | GPUs per exp: 1xH100"
     # What Ray gets on this machine, not the setting.
     assert lines[2] == f"Groups: none | ray_num_cpus: {allocate_resources(plan).cpus} | save_freq: -1"
     assert [line.split(" | ")[0] for line in lines[3:]] == ["kl=0.2", "kl=0"]
-    write_summary(plan, allocate_resources(plan), is_closing=True)
-    block = plan.summary_log.read_text().split("\n\n")[1].splitlines()
+    block = closing_text.splitlines()
     assert block[:2] == [
         "=== KL Sweep Summary ===",
         "Project: ragen_release_kl_sweep | Steps: 400 | GPU per exp: 1xH100",
@@ -423,37 +419,22 @@ def test_the_summary_lists_ended_runs_as_they_ended_and_then_all(tmp_path: Path)
     assert block[3] == "kl=0.1 | status=missing | seed=0"
 
 
-def test_the_rows_of_a_run_are_read_once_per_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = make_plan_in(tmp_path, values=("0", "0.1", "0.2"))
-    write_study(plan)
-    read_paths: list[Path] = []
-    monkeypatch.setattr(statuses_module, "read_rows", lambda path: [read_paths.append(path), *read_rows(path)][1:])
-    for hour, spec in enumerate(plan.runs):
-        append_record(plan.get_run_dir(spec.run_id) / "metrics.jsonl", {"step": 1, "seconds_total": 10.0 + hour})
-        ended_at = f"2026-01-01T0{hour}:00:00+00:00"
-        write_record(plan.get_run_dir(spec.run_id), make_ended_status(spec.run_id, ended_at=ended_at))
-        write_summary(plan, allocate_resources(plan), is_closing=hour == 2)
-    assert len(read_paths) == len(set(read_paths)) == 3
-    # A run that was continued has another end, and other times.
-    run_dir = plan.get_run_dir(plan.runs[0].run_id)
-    append_record(run_dir / "metrics.jsonl", {"step": 2, "seconds_total": 99.0})
-    write_record(run_dir, make_ended_status(plan.runs[0].run_id, ended_at="2026-01-01T09:00:00+00:00"))
-    write_summary(plan, allocate_resources(plan), is_closing=True)
-    assert "total_time=99.00s" in plan.summary_log.read_text()
+def list_finished(plan: StudyPlan, skipped: str = DEFAULT_SKIPPED) -> list[str]:
+    """Record a status for each run, and list those of the runs that are not run again."""
+    for run, status in zip(plan.runs, STATUSES, strict=True):
+        write_record(plan.get_run_dir(run.run_id), StatusRecord(run.run_id, status))
+    return [status.status for status in StudyStatuses(plan, parse_skipped_statuses(skipped)).finished.values()]
 
 
 def test_only_runs_that_ended_well_are_finished(tmp_path: Path) -> None:
     plan = make_plan_in(tmp_path, values=("0", "0.1", "0.2", "0.3", "0.4", "0.5"))
-    for run, status in zip(plan.runs, STATUSES, strict=True):
-        write_record(plan.get_run_dir(run.run_id), StatusRecord(run.run_id, status))
     # Without rows, no run has ended well; a censored one may have none.
-    assert [status.status for status in find_finished_runs(plan).values()] == ["censored"]
+    assert list_finished(plan) == ["censored"]
     append_record(plan.get_run_dir(plan.runs[0].run_id) / "metrics.jsonl", {"step": plan.runs[0].steps})
     append_record(plan.get_run_dir(plan.runs[1].run_id) / "metrics.jsonl", {"step": 2, "stop_rule": "a rule"})
     append_record(plan.get_run_dir(plan.runs[2].run_id) / "metrics.jsonl", {"step": 2})
-    assert [status.status for status in find_finished_runs(plan).values()] == ["completed", "early_stopped", "censored"]
-    finished_runs = find_finished_runs(plan, parse_skipped_statuses("completed,early_stopped, failed"))
-    assert [status.status for status in finished_runs.values()] == [*ENDED_STATUSES, "failed"]
+    assert list_finished(plan) == ["completed", "early_stopped", "censored"]
+    assert list_finished(plan, "completed,early_stopped, failed") == [*ENDED_STATUSES, "failed"]
 
 
 def test_a_censored_run_is_one_that_its_rows_show_as_interrupted() -> None:

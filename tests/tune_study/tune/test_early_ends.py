@@ -11,7 +11,7 @@ from tests.fakes.sessions import make_session
 from trainable.runs.run_files import METRICS_FILE
 from trainable.runs.study_record import StatusRecord, read_record
 from tune_study.folder.outputs import write_study
-from tune_study.folder.statuses import StudyStatuses, make_timestamp
+from tune_study.folder.statuses import make_timestamp
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune import run
 from tune_study.tune.session import StudySession
@@ -27,13 +27,13 @@ class StoredRows:
         append_record(self._path, {"step": 3})
 
 
-def start_first_run(folder: Path) -> tuple[StudySession, StudyStatuses]:
+def start_first_run(folder: Path) -> StudySession:
     """A session in which the first run is running."""
     plan = plan_study(folder, preset="paper", trainer__n_gpus_per_node=0)
     write_study(plan)
-    statuses = StudyStatuses(plan, ())
-    statuses.set(StatusRecord(plan.runs[0].run_id, "running", started_at=make_timestamp()))
-    return make_session(plan, storage=StoredRows(plan)), statuses
+    session = make_session(plan, storage=StoredRows(plan))
+    session.statuses.set(StatusRecord(plan.runs[0].run_id, "running", started_at=make_timestamp()))
+    return session
 
 
 def read_first_reason(session: StudySession) -> str:
@@ -43,26 +43,26 @@ def read_first_reason(session: StudySession) -> str:
 
 
 def test_rows_in_storage_are_fetched_after_ray_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, statuses = start_first_run(tmp_path)
+    session = start_first_run(tmp_path)
     # This process has children of other tests, and goes on.
     monkeypatch.setattr(run, "kill_children", lambda: None)
     exit_codes: list[int] = []
     monkeypatch.setattr(run, "os", SimpleNamespace(_exit=exit_codes.append))
-    monkeypatch.setattr(run, "conclude_study", lambda session, problem, statuses: 1)
-    run._end_without_ray(session, statuses, "Ray's process 7 is gone")
+    monkeypatch.setattr(run, "conclude_study", lambda session, problem: 1)
+    run._end_without_ray(session, "Ray's process 7 is gone")
     assert read_first_reason(session) == "The study ended early: Ray's process 7 is gone, after step 3"
     assert exit_codes == [1]
 
 
 def test_an_error_of_tune_is_the_beginning_of_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, statuses = start_first_run(tmp_path)
+    session = start_first_run(tmp_path)
 
     def fail(*args: object) -> None:
         raise KeyError("x")
 
     monkeypatch.setattr(run, "_fit_tuner", fail)
     monkeypatch.setattr(run, "prepare_environment", lambda *args, **options: None)
-    problem = run._train_runs(session, statuses)
+    problem = run._train_runs(session)
     summary = problem.removesuffix(": KeyError: 'x'.")
     assert summary != problem
     assert read_first_reason(session) == f"{summary}: KeyError: 'x', after step 3"

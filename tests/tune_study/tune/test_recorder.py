@@ -14,7 +14,6 @@ from tests.fakes.sessions import make_session
 from trainable.runs.run_files import METRICS_FILE
 from trainable.runs.study_record import StatusRecord, read_record
 from tune_study.folder.outputs import write_study
-from tune_study.folder.statuses import StudyStatuses
 from tune_study.host.interrupt import make_interrupt
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune import callbacks
@@ -31,7 +30,7 @@ class RecordedTrial:
         self.plan: StudyPlan = plan_study(folder, ("GRPO",), 2, study="influence")
         write_study(self.plan)
         session = make_session(self.plan)
-        self.recorder = Recorder(session, StudyStatuses(self.plan, ()))
+        self.recorder = Recorder(session)
         (config,) = make_trial_configs(self.plan, {}, session.interrupt)
         self.trial = SimpleNamespace(
             config=config,

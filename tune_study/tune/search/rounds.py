@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from trainable.config.run_config import ConfigError
 from trainable.runs.study_record import Dimension, Search
 from tune_study.plan.errors import PlanError
-from tune_study.plan.search import FIRST_POINTS, name_point
+from tune_study.plan.search import FIRST_POINTS, make_point_study, name_point
 from tune_study.plan.study_plan import StudyPlan, make_arm_config, set_points
 
 if TYPE_CHECKING:
@@ -89,12 +89,11 @@ def _draw_points(
         settings = _ask(study, search)
         arm = name_point(len(plan.points) + len(new_points))
         try:
-            trial_plan = set_points(plan, {**plan.points, arm: settings})
-            config_hash = make_arm_config(trial_plan.study, plan.base_config, arm).compute_hash()
+            config = make_arm_config(make_point_study(plan.study, {arm: settings}), plan.base_config, arm)
         except ConfigError as error:
             problem = str(error)
             continue
-        if config_hash not in hashes:
+        if (config_hash := config.compute_hash()) not in hashes:
             hashes.add(config_hash)
             new_points[arm] = settings
     if problem and not new_points and len(plan.points) == 1:

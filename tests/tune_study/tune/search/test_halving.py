@@ -114,7 +114,7 @@ def test_no_run_of_a_censored_point_goes_on_or_starts(tmp_path: Path) -> None:
     assert rungs.decide(second["point-3"], make_row(1, None)) == SIBLING_REASON
     assert rungs.reasons.keys() == {first["point-3"], second["point-3"]}
     write_study(plan)
-    statuses = StudyStatuses(plan, ())
+    statuses = StudyStatuses(plan)
     statuses.censor_waiting(rungs.is_censored, SIBLING_REASON)
     censored_ids = [status.run_id for status in statuses.list_all() if status.status == "censored"]
     assert censored_ids == [first["point-3"], second["point-3"]]
