@@ -179,7 +179,7 @@ def test_the_table_of_alarms_begins_with_the_one_that_announces_most(tmp_path: P
     assert announced[0] == alarms.rows["reward_std", "ours"]["detected"] == 2
     assert alarms.count_ahead("reward_std") == 2, "a rule stops these runs before their evaluations are low"
     score = alarms.score_on(new)["reward_std", "ours"]
-    assert (score["detected"], score["collapsed"]) == (2, 2), "the runs of seeds 0 and 1 repeat those of the first study"
+    assert (score["detected"], score["collapsed"]) == (2, 2), "seeds 0 and 1 repeat runs of the first study"
     assert rows[0][7:9] == ["2 of 2", "0 of 0"]
     assert alarms.count_ahead("reward_std", new) == 2
     assert ("EvalStop", "published") not in alarms.rows, "its number of declines is only tuned"
