@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TypeVar
 
 import torch
@@ -32,6 +32,7 @@ class Backend(Protocol):
     """
 
     networks: Mapping[str, nn.Module]
+    optimizer: Optimizer
     world: World
     loss_scale: float
     """Factor of a loss before its backward pass, by which gradients are divided afterwards."""
@@ -47,9 +48,6 @@ class Backend(Protocol):
 
         norm_column: column of the gradient norm in `meter`.
         """
-
-    def set_learning_rates(self, rates: Sequence[float]) -> None:
-        """Set the learning rate of each network for the next steps. Further rates are not read."""
 
     def reset_moments(self) -> None:
         """Set AdamW's moments and step count to 0, as before its first step. All ranks must call it."""
@@ -140,12 +138,9 @@ class TorchBackend:
         self.name, self.networks, self.optimizer, self.max_grad_norm = name, networks, optimizer, max_grad_norm
         self.world: World = SINGLE_PROCESS
         self.loss_scale = loss_scale
-        self._weight_swap: HostSwap | None = None
-        self._moment_swap: HostSwap | None = None
-        if swaps_to_host:
-            weights = self._get_weights()
-            self._weight_swap = HostSwap(lambda: weights, weights[0].device)
-            self._moment_swap = HostSwap(self._list_moments, weights[0].device)
+        device = self._list_weights()[0].device
+        self._weight_swap = HostSwap(self._list_weights if swaps_to_host else list, device)
+        self._moment_swap = HostSwap(self._list_moments if swaps_to_host else list, device)
 
     def backward(self, compute_loss: Callable[[], Tensor], is_last: bool) -> None:
         """Add a gradient (see `Backend.backward`)."""
@@ -153,7 +148,7 @@ class TorchBackend:
 
     def step(self, meter: Meter, norm_column: str) -> None:
         """Clip and step, or skip (see `Backend.step`). The published code skips for gradients, but not for losses."""
-        named_weights, weights = list_named_parameters(self.networks), self._get_weights()
+        named_weights, weights = list_named_parameters(self.networks), self._list_weights()
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         if self.loss_scale != 1:
             torch._foreach_div_(gradients, self.loss_scale)
@@ -168,28 +163,21 @@ class TorchBackend:
             meter.record_skipped_step(find_nonfinite_gradients(named_gradients, grad_norm))
         self.optimizer.zero_grad(set_to_none=True)
 
-    def set_learning_rates(self, rates: Sequence[float]) -> None:
-        """Set the rates of the parameter groups (see `Backend.set_learning_rates`)."""
-        set_learning_rates(self.optimizer, rates)
-
     def reset_moments(self) -> None:
         """Drop the optimizer's state, which its next step makes anew (see `Backend.reset_moments`)."""
         self.optimizer.state.clear()
 
     def gather_weights(self) -> AbstractContextManager[None]:
         """Move swapped weights to the device; otherwise do nothing (see `Backend.gather_weights`)."""
-        return nullcontext() if self._weight_swap is None else self._weight_swap.load(has_changed=False)
+        return self._weight_swap.load(has_changed=False)
 
     @contextmanager
     def load_for_update(self) -> Iterator[None]:
         """Move swapped weights and moments to the device (see `Backend.load_for_update`)."""
-        if self._weight_swap is None or self._moment_swap is None:
-            yield
-            return
         with self._weight_swap.load(has_changed=True), self._moment_swap.load(has_changed=True):
             yield
 
-    def _get_weights(self) -> list[nn.Parameter]:
+    def _list_weights(self) -> list[nn.Parameter]:
         return [weight for _, weight in list_named_parameters(self.networks)]
 
     def _list_moments(self) -> list[Tensor]:

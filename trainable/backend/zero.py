@@ -13,12 +13,7 @@ from torch import Tensor, nn
 
 from trainable.backend.host_swap import HostSwap
 from trainable.backend.meter import Meter, find_nonfinite_weights
-from trainable.backend.torch_backend import (
-    list_named_parameters,
-    make_adamw,
-    select_below,
-    set_learning_rates,
-)
+from trainable.backend.torch_backend import list_named_parameters, make_adamw, select_below
 from trainable.backend.world import World
 from trainable.config.constants import ZERO_BUCKET_SIZE, ZERO_MAX_LIVE_PARAMETERS
 from trainable.config.sections import OptimConfig, TrainerConfig
@@ -296,9 +291,8 @@ class ZeroBackend:
             dist_init_required=False,  # `connect` has done it
         )
         self.weights.attach_engine(self.engine)
-        self._shard_swap: HostSwap | None = None
-        if trainer.swap_to_host:  # with several ranks, allowed only in stage 3
-            self._shard_swap = HostSwap(self._list_optimizer_shards, self.engine.device)
+        # With several ranks, swaps are allowed only in stage 3.
+        self._shard_swap = HostSwap(self._list_optimizer_shards if trainer.swap_to_host else list, self.engine.device)
 
     def backward(self, compute_loss: Callable[[], Tensor], is_last: bool) -> None:
         """Add a gradient (see `Backend.backward`)."""
@@ -319,10 +313,6 @@ class ZeroBackend:
             meter.record_skipped_step([f"gradient of {name}" for name in self.networks])
         self.engine.zero_grad()
 
-    def set_learning_rates(self, rates: Sequence[float]) -> None:
-        """Set the rates of torch's optimizer, which DeepSpeed steps (see `Backend.set_learning_rates`)."""
-        set_learning_rates(self.optimizer, rates)
-
     def reset_moments(self) -> None:
         """Set this rank's shards to 0 (see `Backend.reset_moments`)."""
         with self.load_for_update():
@@ -338,7 +328,7 @@ class ZeroBackend:
 
     def load_for_update(self) -> AbstractContextManager[None]:
         """Move the optimizer's shards to the device if they are swapped (see `Backend.load_for_update`)."""
-        return nullcontext() if self._shard_swap is None else self._shard_swap.load(has_changed=True)
+        return self._shard_swap.load(has_changed=True)
 
     def _list_optimizer_shards(self) -> list[Tensor]:
         """List this rank's stage-3 shards that only the optimizer reads: its copy of the weights, and the moments."""

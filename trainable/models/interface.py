@@ -91,6 +91,11 @@ class KVCache:
         values[:, :, self.used_slots : end] = v
         return keys[:, :, :end], values[:, :, :end]
 
+    def read(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return all keys and values of a layer, followed by `k`, `v` (rows, kv_heads, q, D), without storing these."""
+        keys, values = self.keys[layer][:, :, : self.used_slots], self.values[layer][:, :, : self.used_slots]
+        return torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
+
     def reserve(self, slots: int) -> None:
         """Grow the cache if it has fewer than `slots` unused slots."""
         missing_slots = self.used_slots + slots - self.bias.shape[1]

@@ -10,7 +10,7 @@ a study is about.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -139,33 +139,15 @@ class Engine:
         """Shut down the engine and free its own memory, if any."""
 
 
-class SyncedSampler(Sampler, Protocol):
-    """A sampler with its own copy of the policy's weights (see `trainable.rollout.vllm_sampler.VllmSampler`)."""
-
-    is_sleeping: bool = False
-    """Whether its weights have been discarded until the next `update_weights`."""
-
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy all weights, given by their hub names; wake the sampler."""
-
-    def compute_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
-        """Compute log-probs (T - 1,) of each row's tokens after the first, at temperature 1, with this copy."""
-
-    def sleep(self) -> None:
-        """Discard the weights to free device memory, if supported."""
-        return
-
-    def close(self) -> None:
-        """Free all memory."""
-        return
-
-
-class CopySampler(SyncedSampler):
-    """Samples from `copy`, which has the policy's weights only after `update_weights`.
+class CopySampler:
+    """Samples from `copy`, which has the policy's weights only after `update_weights`, as `VllmSampler` does.
 
     It allows studying engines whose log-probs differ from the trainer's on any machine. copy: the policy's model,
-    loaded again, which never sleeps. sampler: a sampler of `copy.model`.
+    loaded again. sampler: a sampler of `copy.model`.
     """
+
+    is_sleeping = False
+    """Whether its weights have been discarded until the next `update_weights`. A copy never sleeps."""
 
     def __init__(self, copy: Policy, sampler: Sampler) -> None:
         self.model, self.sampler = copy.model, sampler
@@ -188,6 +170,12 @@ class CopySampler(SyncedSampler):
         device = self.model.model.embed_tokens.weight.device
         return [compute_row_logprobs(self.model, torch.tensor([ids], device=device)).cpu().numpy() for ids in token_ids]
 
+    def sleep(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
 
 class SyncedEngine(Engine):
     """Samples in the trainer's process with a sampler that has its own copy of the weights.
@@ -195,11 +183,11 @@ class SyncedEngine(Engine):
     prompt: token ids of the fixed prompt whose log-probs are compared after each sync.
     """
 
-    sampler: SyncedSampler
+    sampler: "CopySampler | VllmSampler"
 
     def __init__(
         self,
-        sampler: SyncedSampler,
+        sampler: "CopySampler | VllmSampler",
         config: RunConfig,
         policy: Policy,
         device: torch.device,
@@ -287,7 +275,7 @@ def iter_noisy_weights(model: LanguageModel, noise: float, rng: np.random.Genera
 
 def _make_vllm_sampler(config: RunConfig, policy: Policy, device: torch.device, context_length: int) -> "VllmSampler":
     """Start vLLM. Raise ValueError if vLLM is missing or the names of the model's tensors do not match."""
-    from trainable.rollout.vllm_sampler import LM_HEAD_NAME, EngineSettings, VllmSampler, read_weight_shapes
+    from trainable.rollout.vllm_sampler import LM_HEAD_NAME, VllmSampler, read_weight_shapes
 
     # This check is quick. Without it, vLLM would start, and only the first sync would fail. A tied head may be missing
     # in the files.
@@ -305,16 +293,16 @@ def _make_vllm_sampler(config: RunConfig, policy: Policy, device: torch.device, 
     has_fraction = rollout.gpu_memory_utilization is not None
     return VllmSampler(
         policy.folder,
-        EngineSettings(
-            device,
-            config.model.dtype,
-            context_length,
-            gpu_fraction * (rollout.gpu_memory_utilization or STARTING_UTILIZATION),
-            None if has_fraction else _compute_cache_bytes(config, policy.model.shape, context_length),
-            enforce_eager=rollout.enforce_eager,
-            enable_sleep_mode=rollout.free_cache_engine,
-            head_dtype=config.model.head_dtype,
+        device,
+        dtype=config.model.dtype,
+        max_model_len=context_length,
+        gpu_memory_utilization=gpu_fraction * (rollout.gpu_memory_utilization or STARTING_UTILIZATION),
+        kv_cache_memory_bytes=(
+            None if has_fraction else _compute_cache_bytes(config, policy.model.shape, context_length)
         ),
+        enforce_eager=rollout.enforce_eager,
+        enable_sleep_mode=rollout.free_cache_engine,
+        hf_overrides={"head_dtype": config.model.head_dtype},
     )
 
 

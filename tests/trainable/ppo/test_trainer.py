@@ -240,12 +240,6 @@ def test_a_step_with_nothing_kept_trains_nothing_and_is_validated_where_that_is_
     assert not has_changed(trainer, old_weights, "critic/")
 
 
-@pytest.mark.parametrize(("split", "mode"), [("validation", "sampled"), ("train", "greedy"), ("val", "sample")])
-def test_an_evaluation_of_something_else_is_refused(split: str, mode: str) -> None:
-    with pytest.raises(ValueError, match="the splits are val and test"):
-        make_quiet_trainer().evaluate(split, mode)
-
-
 def test_while_the_critic_warms_up_the_policy_stands_still() -> None:
     trainer = make_quiet_trainer(trainer__critic_warmup=2)
     old_weights = copy_weights(trainer)
