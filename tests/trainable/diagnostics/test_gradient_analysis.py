@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fakes.scripted import make_small_config
 from tests.fakes.trainers import copy_weights, drop_times, has_changed, has_same_weights, make_quiet_trainer
 from tests.trainable.diagnostics.test_gradient_probe import (
     ANALYSIS,
@@ -98,7 +99,7 @@ def test_the_training_batch_is_used_where_no_other_is_configured() -> None:
 
 @pytest.mark.parametrize(("every", "expected"), [(1, [1, 2, 3, 4]), (2, [1, 3]), (50, [1])])
 def test_an_analysis_is_due_at_the_first_step_and_every_so_many(every: int, expected: list[int]) -> None:
-    settings = make_quiet_trainer(**{**ANALYSIS, "trainer__gradient_analysis_every": every}).config.trainer
+    settings = make_small_config(**{**ANALYSIS, "trainer__gradient_analysis_every": every}).trainer
     assert [step for step in range(1, 5) if settings.is_gradient_analysis_step(step)] == expected
 
 
