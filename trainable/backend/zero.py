@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainable.backend.host_swap import HostSwap
 from trainable.backend.meter import Meter, find_nonfinite_weights
 from trainable.backend.torch_backend import list_named_parameters, make_adamw, select_below
-from trainable.backend.world import World
+from trainable.backend.world import DistributedWorld, World
 from trainable.config.constants import ZERO_BUCKET_SIZE, ZERO_MAX_LIVE_PARAMETERS
 from trainable.config.sections import OptimConfig, TrainerConfig
 from trainable.models.interface import PassSettings
@@ -108,7 +108,7 @@ class ShardedWeights:
     other passes, have weights only within `gather_weights`.
     """
 
-    def __init__(self, networks: Mapping[str, nn.Module], world: World) -> None:
+    def __init__(self, networks: Mapping[str, nn.Module], world: DistributedWorld) -> None:
         self.networks, self.world = networks, world
         self.trained_networks = {name: _copy_sharing_memory(network) for name, network in networks.items()}
         self.read_dtypes = _find_read_dtypes(networks.values())
@@ -261,9 +261,10 @@ class ZeroBackend:
         learning_rates: Sequence[float],
         settings: OptimConfig,
         trainer: TrainerConfig,
-        world: World,
+        world: DistributedWorld,
     ) -> None:
-        self.name, self.world, self.loss_scale = name, world, 1.0
+        self.name, self.loss_scale = name, 1.0
+        self.world: World = world
         # Read the shapes before stage 3 shards the weights, which then lose them. This optimizer is not used.
         self.shapes = {network_name: compute_flat_shapes(network) for network_name, network in networks.items()}
         self.moment_shapes = compute_flat_shapes(make_adamw(networks.values(), learning_rates, settings))
