@@ -363,7 +363,8 @@ class PPOTrainer:
         rng = skip_child_seeds(rng, local_range.start * group_size)
         # The environment has a separate stream, so that its randomness never depends on what was sampled.
         luck_rng = make_rng(self.config.seed, "environment", PURPOSES[purpose], self.step_index, *indices)
-        sampling_params = self._make_sampling_params(temperature)
+        length = self.config.rollout.response_length
+        sampling_params = SamplingParams(temperature, length, self.stop_token, self.other_stop_tokens)
         episodes: list[Episode] = []
         with engine.wake_up():  # even on a rank without levels, since all ranks must gather weights
             # With more ranks than levels, some ranks have none, and a sampler needs at least one prompt.
@@ -388,10 +389,6 @@ class PPOTrainer:
         # Every rank numbers its groups from 0: make the numbers unique.
         local_episodes = [episode._replace(group=episode.group + local_range.start) for episode in episodes]
         return list(chain.from_iterable(self.world.all_gather_object(local_episodes)))
-
-    def _make_sampling_params(self, temperature: float) -> SamplingParams:
-        length = self.config.rollout.response_length
-        return SamplingParams(temperature, length, self.stop_token, self.other_stop_tokens)
 
     def _prepare_selected(self, selection: Selection, timer: PhaseTimer) -> PreparedBatch:
         """Make the batch of the current step from the selected groups."""
