@@ -49,7 +49,7 @@ from trainable.ppo.evaluation import (
 from trainable.ppo.phases import PhaseTimer, StepPlan
 from trainable.ppo.targets import PreparedBatch, Selection, filter_episodes, make_targets
 from trainable.ppo.update import ActorUpdate, TokenFunction, compute_at_trained_tokens, update_critic
-from trainable.rollout.engine import Engine, make_engine, make_evaluation_engine
+from trainable.rollout.engine import Engine, make_engines
 from trainable.rollout.episode import Batch, Episode, collate, list_rollouts, make_update_order, replace_rollouts
 from trainable.rollout.episode_loop import Branching, RolloutRequest, make_player
 from trainable.rollout.sampler import SamplingParams
@@ -160,8 +160,8 @@ class PPOTrainer:
         # The engine needs a fixed prompt on which to compare log-probs. Any level will do.
         prompt = self.player.encode_first_turn(self.val_levels[0])
         gather_weights = self.backends["actor"].gather_weights
-        self.engine = make_engine(config, policy, self.device, prompt, context, gather_weights)
-        self.evaluation_engine = make_evaluation_engine(config, policy, self.engine, gather_weights)
+        engines = make_engines(config, policy, self.device, prompt, context, gather_weights)
+        self.engine, self.evaluation_engine = engines
         # Evaluations have one entry per episode, with the rollouts of a level next to each other.
         self.is_val_unseen = [unseen for unseen in is_unseen for _ in range(env.val_group_size)]
 

@@ -318,18 +318,19 @@ def _compute_cache_bytes(config: RunConfig, shape: Shape, context_length: int) -
     return max(cache_bytes, compute_conversation_kv_bytes(shape, config, context_length + 128))
 
 
-def make_engine(
+def make_engines(
     config: RunConfig,
     policy: Policy,
     device: torch.device,
     prompt: list[int],
     context_length: int,
     gather_weights: GatherWeights,
-) -> Engine:
-    """Make the engine that rollout.name selects. With vLLM or weight noise, it has its own copy of the weights.
+) -> tuple[Engine, Engine]:
+    """Make the engine that rollout.name selects, and the engine of evaluations, which has no weight noise.
 
-    context_length: maximum tokens per conversation. For the other arguments see `SyncedEngine`. Raises ValueError if
-    vLLM cannot be used.
+    With vLLM or weight noise, the first one has its own copy of the weights. vLLM evaluates with noise, too, because a
+    run has no room for a second engine. context_length: maximum tokens per conversation. For the other arguments see
+    `SyncedEngine`. Raises ValueError if vLLM cannot be used.
     """
     if config.rollout.uses_vllm:
         reserved_bytes = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
@@ -337,22 +338,14 @@ def make_engine(
         if config.rollout.free_cache_engine and device.type == "cuda":
             engine_bytes = torch.cuda.memory_reserved(device) - reserved_bytes
             allow_for_engine(device, config.trainer.n_gpus_per_node, engine_bytes)
-        return SyncedEngine(vllm_sampler, config, policy, device, prompt, gather_weights)
+        vllm_engine = SyncedEngine(vllm_sampler, config, policy, device, prompt, gather_weights)
+        return vllm_engine, vllm_engine
+    engine = Engine(_make_local_sampler(config, policy), gather_weights)
     if config.rollout.weight_noise:
         copy = load_policy(config.model.path, device, make_pass_settings(config.model), config.model.chat_format)
         copy_sampler = CopySampler(copy, _make_local_sampler(config, copy))
-        return SyncedEngine(copy_sampler, config, policy, device, prompt, gather_weights)
-    return Engine(_make_local_sampler(config, policy), gather_weights)
-
-
-def make_evaluation_engine(config: RunConfig, policy: Policy, engine: Engine, gather_weights: GatherWeights) -> Engine:
-    """Make the engine for validations and tests: `engine` itself, or one without the noise of rollout.weight_noise.
-
-    vLLM evaluates with noise, too, because a run has no room for a second engine.
-    """
-    if config.rollout.weight_noise and not config.rollout.uses_vllm:
-        return Engine(_make_local_sampler(config, policy), gather_weights)
-    return engine
+        return SyncedEngine(copy_sampler, config, policy, device, prompt, gather_weights), engine
+    return engine, engine
 
 
 def _make_local_sampler(config: RunConfig, policy: Policy) -> Sampler:
