@@ -92,7 +92,7 @@ STARTING_UTILIZATION = 0.01
 and the memory plan has already checked that a run fits."""
 
 GatherWeights = Callable[[], AbstractContextManager[None]]
-"""Returns a context in which the trainer's weights are readable (see `Backend.gather_weights`)."""
+"""Returns a context in which the trainer's weights are readable (see `TorchBackend.gather_weights`)."""
 
 
 class Engine:
