@@ -93,7 +93,8 @@ class Attention(nn.Module):
         groups = self.heads // self.kv_heads
         # The queries of heads that share a key head become rows of one product, so that keys need no copy.
         folded_queries = q.reshape(batch, self.kv_heads, groups * new_tokens, self.head_dim)
-        if is_tree or q.dtype in (torch.float16, torch.bfloat16):  # the products below would round the scores
+        # For a tree of many tokens, and in half precision, where the products below would round the scores.
+        if is_tree or q.dtype in (torch.float16, torch.bfloat16):
             # Cast before repeating, so that in half precision the larger copy is never float32.
             mask = bias.to(q.dtype).repeat(1, groups, 1)[:, None]
             attention_output = F.scaled_dot_product_attention(folded_queries, keys, values, attn_mask=mask)
