@@ -208,20 +208,10 @@ def test_a_filler_gives_no_nan_in_float16() -> None:
     assert torch.isfinite(bias.to(torch.float16)).all()
 
 
-TWO_EPISODES = {
-    "env__env_groups": 1,
-    "env__group_size": 2,
-    "filter__rollout_filter_include_zero": True,
-    "actor__ppo_mini_batch_size": 2,
-    "critic__ppo_mini_batch_size": 2,
-}
-"""A step of two episodes, since passes in half precision are slow on a CPU."""
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", thin_out(["float16", "bfloat16"], 2))
 def test_a_head_in_float32_gives_every_network_and_the_sampler_float32_logits(dtype: str) -> None:
-    overrides = {**TWO_EPISODES, "model__dtype": dtype, "model__compiled_passes": False, "rollout__name": "torch"}
+    overrides = {"model__dtype": dtype, "model__compiled_passes": False, "rollout__name": "torch"}
     trainer = make_quiet_trainer(**overrides, model__head_dtype="float32", actor__use_kl_loss=True)
     assert trainer.reference is not None
     tokens = torch.tensor([1, 2, 3])
@@ -350,6 +340,16 @@ def test_no_tensor_of_an_update_is_larger_than_the_bound(chunking: bool, monkeyp
 
 
 # ---------------------------------------------------------------------------- settings
+
+
+TWO_EPISODES = {
+    "env__env_groups": 1,
+    "env__group_size": 2,
+    "filter__rollout_filter_include_zero": True,
+    "actor__ppo_mini_batch_size": 2,
+    "critic__ppo_mini_batch_size": 2,
+}
+"""A step of two episodes, since passes in half precision are slow on a CPU."""
 
 
 @pytest.mark.long
