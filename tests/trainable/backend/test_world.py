@@ -134,6 +134,7 @@ def meet(rank: int, rendezvous: Path, results: Any) -> None:
     disconnect(rendezvous)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.distributed.all_gather_into_tensor` is deprecated:FutureWarning")
 def test_ranks_meet_in_a_file(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")  # which imports nothing again
     results = context.SimpleQueue()
