@@ -346,7 +346,7 @@ def measure_vllm(options: argparse.Namespace) -> Figures:
 
     from trainable.models.load import load_policy
     from trainable.rollout.sampler import SamplingParams
-    from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler
+    from trainable.rollout.vllm_sampler import VllmSampler
 
     device = torch.device(options.device)
     policy = load_policy(options.model, device)
@@ -357,8 +357,16 @@ def measure_vllm(options: argparse.Namespace) -> Figures:
     for name, is_eager in (("eager", True), ("graphs", False)):
         start = time.perf_counter()
         cache_bytes = 64 * 2**20 if options.short else 8 * GIB
-        settings = EngineSettings(device, dtype, 512, 0.01, cache_bytes, is_eager, enable_sleep_mode=True)
-        sampler = VllmSampler(policy.folder, settings)
+        sampler = VllmSampler(
+            policy.folder,
+            device,
+            dtype=dtype,
+            max_model_len=512,
+            gpu_memory_utilization=0.01,
+            kv_cache_memory_bytes=cache_bytes,
+            enforce_eager=is_eager,
+            enable_sleep_mode=True,
+        )
         figures[f"{name}_start_s"] = round(time.perf_counter() - start, 1)
 
         def sample(sampler: VllmSampler = sampler) -> None:

@@ -51,7 +51,8 @@ def compute_padded_hidden_states(trunk: Qwen2Trunk, tokens: Tensor, flat_positio
         x = trunk.embed_tokens(tokens)
         cos, sin = compute_rotary(torch.arange(tokens.shape[1], device=tokens.device), trunk.shape)
         for layer_number, layer in enumerate(trunk.blocks, 1):
-            q, k, v = layer.self_attn.project(layer.input_layernorm(x), cos, sin)
+            heads = layer.self_attn.project_heads(layer.input_layernorm(x), cos, sin)
+            q, k, v = (projection.transpose(1, 2) for projection in heads)
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
             mixed = mixed.transpose(1, 2).flatten(2)
             # After the last attention only positions that predict a trained token are needed, also in the padded

@@ -26,7 +26,7 @@ from trainable.models.load import Policy, load_policy
 from trainable.rollout.episode_loop import RolloutRequest, TurnPlayer
 from trainable.rollout.sampler import Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
-from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler
+from trainable.rollout.vllm_sampler import VllmSampler
 
 NUM_GROUPS, GROUP_SIZE, MAX_NEW_TOKENS, MAX_MODEL_LEN = 8, 16, 24, 512
 CPU = torch.device("cpu")
@@ -55,7 +55,8 @@ def main() -> None:
     torch.set_num_threads(1)
     policy = load_policy("sokoban-tiny", CPU)
     start_time = time.perf_counter()
-    vllm = VllmSampler(policy.folder, EngineSettings(CPU, "float32", MAX_MODEL_LEN, kv_cache_memory_bytes=64 << 20))
+    options = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "kv_cache_memory_bytes": 64 << 20}
+    vllm = VllmSampler(policy.folder, CPU, **options)
     startup_seconds = time.perf_counter() - start_time
     samplers: dict[str, Sampler] = {
         "torch": TorchSampler(policy.model),

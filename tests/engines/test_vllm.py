@@ -4,7 +4,6 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from trainable.rollout.episode import Episode
 from trainable.rollout.episode_loop import RolloutRequest, TurnPlayer
 from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
-from trainable.rollout.vllm_sampler import LM_HEAD_NAME, EngineSettings, VllmSampler
+from trainable.rollout.vllm_sampler import LM_HEAD_NAME, VllmSampler
 from trainable.tiny.policies import SOKOBAN_TINY
 
 pytestmark = [
@@ -37,7 +36,7 @@ pytestmark = [
 ]
 
 CONTEXT, STOP, LENGTH = 512, 2, 24
-SETTINGS = EngineSettings(DEVICE, "float32", CONTEXT, kv_cache_memory_bytes=64 << 20, enable_sleep_mode=True)
+OPTIONS = {"dtype": "float32", "max_model_len": CONTEXT, "kv_cache_memory_bytes": 64 << 20, "enable_sleep_mode": True}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +53,7 @@ def random_model() -> Qwen2:
 
 @pytest.fixture(scope="module")
 def engine(shipped_policy: Policy) -> Iterator[VllmSampler]:
-    sampler = VllmSampler(shipped_policy.folder, SETTINGS)
+    sampler = VllmSampler(shipped_policy.folder, DEVICE, **OPTIONS)
     yield sampler
     sampler.close()
 
@@ -344,7 +343,7 @@ def test_an_engine_whose_neighbor_grows_while_it_falls_asleep_sleeps(
 
     call = executor.collective_rpc
     monkeypatch.setattr(executor, "collective_rpc", call_worker)
-    monkeypatch.setattr(vllm, "settings", replace(SETTINGS, device=torch.device("cuda")))
+    monkeypatch.setattr(vllm, "can_sleep", True)
     monkeypatch.setattr("trainable.rollout.vllm_sampler._lock_gpu_memory", lambda device: nullcontext())
     vllm.sleep()
     assert (vllm.is_sleeping, executor.is_sleeping) == (True, True)
@@ -356,4 +355,4 @@ def test_an_engine_whose_neighbor_grows_while_it_falls_asleep_sleeps(
 
 def test_the_build_for_processors_is_refused_on_a_gpu(shipped_policy: Policy) -> None:
     with pytest.raises(ValueError, match=r"does not sample on cuda. Install .*pip install vllm==0.32.0"):
-        VllmSampler(shipped_policy.folder, EngineSettings(torch.device("cuda"), "bfloat16", CONTEXT))
+        VllmSampler(shipped_policy.folder, torch.device("cuda"))

@@ -16,7 +16,7 @@ from trainable.models.load import Policy, load_policy
 from trainable.models.lora import iter_hub_weights
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
-from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler
+from trainable.rollout.vllm_sampler import VllmSampler
 
 pytestmark = [
     pytest.mark.engines,
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 
-SETTINGS = EngineSettings(DEVICE, "float32", 512, kv_cache_memory_bytes=64 << 20)
+OPTIONS = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 64 << 20}
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 96}  # heads of 32
 MODELS = {
     "llama": ("llama", WIDE),
@@ -49,7 +49,7 @@ def policy(request: pytest.FixtureRequest, tmp_path: Path) -> Policy:
 
 @pytest.fixture
 def vllm(policy: Policy) -> Iterator[VllmSampler]:
-    sampler = VllmSampler(policy.folder, SETTINGS)
+    sampler = VllmSampler(policy.folder, DEVICE, **OPTIONS)
     yield sampler
     sampler.close()
 
@@ -92,7 +92,7 @@ def test_vllm_loads_an_exported_policy(policy: Policy, tmp_path: Path) -> None:
     folder.mkdir()
     write_weights(policy, folder, "auto")
     write_tokenizer(policy, folder, "full")
-    sampler = VllmSampler(folder, SETTINGS)
+    sampler = VllmSampler(folder, DEVICE, **OPTIONS)
     try:
         np.testing.assert_allclose(sampler.compute_logprobs([row])[0], logprobs.numpy(), atol=1e-5)
     finally:

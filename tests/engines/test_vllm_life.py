@@ -23,12 +23,12 @@ TWO_ENGINES_SCRIPT = """
 import sys, torch
 from pathlib import Path
 from trainable.models.load import find_model, load_policy
-from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler
+from trainable.rollout.vllm_sampler import VllmSampler
 cpu = torch.device("cpu")
-settings = EngineSettings(cpu, "float32", 512, kv_cache_memory_bytes=16 << 20)
+options = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 16 << 20}
 tokens = torch.arange(5, 25)
 for folder in (find_model("sokoban-tiny"), Path(sys.argv[1])):  # of two engines in a row, the second with its own head
-    sampler, model = VllmSampler(folder, settings), load_policy(str(folder), cpu).model
+    sampler, model = VllmSampler(folder, cpu, **options), load_policy(str(folder), cpu).model
     with torch.no_grad():
         for weight in model.parameters():
             weight *= 0.9

@@ -8,11 +8,9 @@ import numpy as np
 import torch
 
 from tests.fakes.scripted import clone_tensors, make_small_config
-from trainable.config.seeds import PURPOSES, make_rng
 from trainable.diagnostics.gradient_analysis import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
-from trainable.rollout.episode_loop import RolloutRequest
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 from trainable.runs.records import TIME_COLUMNS
 
@@ -94,14 +92,7 @@ def is_finite(row: Row) -> bool:
 
 def replay_step(trainer: PPOTrainer, step: int) -> list[Episode]:
     """Play the episodes of a step again, with the current weights of the trainer."""
-    env = trainer.config.env
-    return trainer.player.roll_out(
-        RolloutRequest(
-            trainer.levels[step - 1],
-            env.group_size,
-            trainer.engine.sampler,
-            trainer._make_sampling_params(trainer.config.rollout.temperature),
-            make_rng(trainer.config.seed, "sampling", step),
-            make_rng(trainer.config.seed, "environment", PURPOSES["sampling"], step),
-        )
-    )
+    current_step, trainer.step_index = trainer.step_index, step
+    episodes = trainer.roll_out(trainer.levels[step - 1], trainer.config.env.group_size, "sampling")
+    trainer.step_index = current_step
+    return episodes

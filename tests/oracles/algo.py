@@ -46,21 +46,8 @@ def aggregate_micro(loss: Sequence[Row], mask: Sequence[RowMask], mode: str, pad
     return sum(losses) / len(losses)
 
 
-def conserve_rewards(rewards: Row, mask: RowMask) -> list[float]:
-    conserved_rewards = [0.0 for _ in rewards]
-    trained_positions = [t for t, m in enumerate(mask) if m]
-    for t, reward in enumerate(rewards):
-        earlier_positions = [u for u in trained_positions if u <= t]
-        if earlier_positions:
-            conserved_rewards[earlier_positions[-1]] += reward
-        elif trained_positions:
-            conserved_rewards[trained_positions[0]] += reward
-    return conserved_rewards
-
-
 def gae(rewards: Row, values: Row, mask: RowMask, gamma: float, lam: float) -> tuple[list[float], list[float]]:
     """A_t = Σ_l (γλ)^l δ_{t+l}, the double sum over trained tokens; return_t = A_t + V_t."""
-    rewards = conserve_rewards(rewards, mask)
     trained_positions = [t for t, m in enumerate(mask) if m]
     r, v = [rewards[t] for t in trained_positions], [values[t] for t in trained_positions] + [0.0]
     delta = [r[i] + gamma * v[i + 1] - v[i] for i in range(len(r))]
@@ -87,7 +74,6 @@ def published_gae(rewards: Row, values: Row, mask: RowMask, gamma: float, lam: f
 def bi_level_gae(
     rewards: Row, values: Row, mask: RowMask, turn_ids: Sequence[int], gamma: float, lam: float, high_level_gamma: float
 ) -> tuple[list[float], list[float]]:
-    rewards = conserve_rewards(rewards, mask)
     turns: list[list[int]] = []
     for t in [t for t, m in enumerate(mask) if m]:
         if turns and turn_ids[turns[-1][-1]] == turn_ids[t]:
@@ -152,7 +138,6 @@ def rloo(scores: Row, group_ids: Sequence[int]) -> list[float]:
 
 
 def reward_to_go(rewards: Row, mask: RowMask, gamma: float) -> list[float]:
-    rewards = conserve_rewards(rewards, mask)
     trained_positions = [t for t, m in enumerate(mask) if m]
     returns = [0.0] * len(mask)
     for i, t in enumerate(trained_positions):

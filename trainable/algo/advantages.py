@@ -44,30 +44,6 @@ def compute_overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: in
 
 
 @torch.no_grad()
-def conserve_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Move each reward on an untrained token to the last trained token before it, or else to the first one after it.
-
-    The published GAE silently drops rewards on untrained tokens.
-
-    Returns (B, T), zero where `mask` is False. The sum of a row is conserved.
-
-    Example:
-        >>> mask = torch.tensor([[False, True, False, True]])
-        >>> conserve_rewards(torch.tensor([[1.0, 0.0, 2.0, 4.0]]), mask).tolist()
-        [[0.0, 3.0, 0.0, 4.0]]
-
-    Degenerate: a row without a trained token has no place for its reward and becomes zero.
-    """
-    positions = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-    # The running maximum is the last trained position so far, and -1 before the first one.
-    last_trained = torch.where(mask, positions, -1).cummax(dim=1).values
-    first_trained = mask.int().argmax(dim=1, keepdim=True)
-    target_positions = torch.where(last_trained >= 0, last_trained, first_trained)
-    moved_rewards = torch.zeros_like(rewards).scatter_add(1, target_positions, rewards)
-    return torch.where(mask, moved_rewards, 0)
-
-
-@torch.no_grad()
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> AdvantagesReturns:
     """Estimate generalized advantages over the trained tokens of each sequence.
 
@@ -76,8 +52,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     where t counts trained tokens only, and V is 0 after the last one (the episode has ended).
 
     Args:
-        rewards: (B, T); `conserve_rewards` moves a reward on an untrained token, so that none is lost.
-        values: (B, T) V of the state before each token; not read where `mask` is False.
+        rewards: (B, T); not read where `mask` is False.
+        values: (B, T) V of the state before each token; likewise.
         gamma: discount γ per trained token.
         lam: λ, 1 for Monte-Carlo returns, 0 for one-step temporal differences.
 
@@ -96,8 +72,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     # With the trained tokens moved to the front, the recursion over time has no gaps.
     order = _order_trained_first(mask)
     is_trained = mask.gather(1, order)
-    compact_values = values.gather(1, order).masked_fill(~is_trained, 0)
-    compact_rewards = conserve_rewards(rewards, mask).gather(1, order)
+    compact_rewards, compact_values = (x.gather(1, order).masked_fill(~is_trained, 0) for x in (rewards, values))
     advantages = _compute_gae(compact_rewards, compact_values, _shift_left(is_trained), gamma, lam)
     return _scatter_back(advantages, compact_values, order)
 
@@ -116,8 +91,7 @@ def bi_level_gae(
     The token sum stops at the end of the turn; later turns act through G_k alone. return_t = A_t + V_t.
 
     Args:
-        rewards: (B, T); moved by `conserve_rewards` first, so the reward of a turn may sit on the observation after it.
-        values: (B, T); not read where `mask` is False.
+        rewards, values: (B, T); not read where `mask` is False.
         turn_ids: (B, T) int; consecutive trained tokens with the same id are one turn. Not read where `mask` is False.
         gamma: discount γ per token, within a turn.
         lam: λ, for both levels.
@@ -138,14 +112,14 @@ def bi_level_gae(
     """
     order = _order_trained_first(mask)
     is_trained = mask.gather(1, order)
-    compact_values = values.gather(1, order).masked_fill(~is_trained, 0)
+    compact_rewards, compact_values = (x.gather(1, order).masked_fill(~is_trained, 0) for x in (rewards, values))
     compact_ids = turn_ids.gather(1, order)
     # True where the next token is trained, too, and belongs to the same turn.
     same_turn = F.pad(compact_ids[:, 1:] == compact_ids[:, :-1], (0, 1)) & _shift_left(is_trained)
     turn_ends = is_trained & ~same_turn
 
     # With the ends of turns as the mask, `gae` treats each turn as one token.
-    turn_rewards = _sum_to_next_end(conserve_rewards(rewards, mask).gather(1, order), turn_ends)
+    turn_rewards = _sum_to_next_end(compact_rewards, turn_ends)
     turn_returns = gae(turn_rewards, compact_values, turn_ends, high_level_gamma, lam).returns
     # The return of a turn is the only reward within it, and `same_turn` stops the recursion at its end.
     advantages = _compute_gae(turn_returns, compact_values, same_turn, gamma, lam)
@@ -354,7 +328,7 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
         G_t = Σ_{l>=0} γ^l r_{t+l},    A = whiten(G)
 
-    rewards: (B, T), with any KL penalty already subtracted; moved by `conserve_rewards` first. gamma: discount γ per
+    rewards: (B, T), with any KL penalty already subtracted; not read where `mask` is False. gamma: discount γ per
     trained token.
 
     Example:

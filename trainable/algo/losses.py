@@ -116,9 +116,7 @@ def gspo_loss(
     sequences, so `seq-mean-token-mean` is its aggregation. The other modes only weight the episodes by their lengths.
 
     Args:
-        logprobs: (N,) log π of the sampled tokens, nats; the gradient flows through it.
-        old_logprobs: (N,) log π of the policy at the start of the update.
-        advantages: (N,) A.
+        logprobs, old_logprobs, advantages: (N,), as for `ppo_clip_loss`.
         episode_index: (N,) int, the episode of each token. All trained tokens of an episode must be among the N.
         clip_low: ε_low, in [0, 1]; 3e-4 in the paper, whose ratios vary less than those of tokens.
         clip_high: ε_high, >= 0; 4e-4 in the paper.
@@ -162,9 +160,7 @@ def cispo_loss(
     `ppo_clip_loss` drops it.
 
     Args:
-        logprobs: log π of the sampled tokens, nats; the gradient flows through it.
-        old_logprobs: log π of the policy at the start of the update.
-        advantages: A.
+        logprobs, old_logprobs, advantages: as for `ppo_clip_loss`.
         clip_low: ε_low, in [0, 1]. At 1 there is no lower bound, as MiniMax-M1 and ScaleRL train.
         clip_high: ε_high, >= 0. ScaleRL and TRL set the largest weight, ε_max = 1 + ε_high; ScaleRL chose 5.
 
@@ -206,9 +202,8 @@ def cppo_loss(
     a prefix whose weighted mean of D exceeds δ_b leaves less to the next token. Updates back towards π_old are kept.
 
     Args:
-        logprobs: (N,) log π of the sampled tokens, nats; the gradient flows through it.
-        old_logprobs: (N,) log π of the policy at the start of the update. The paper takes the policy that sampled.
-        advantages: (N,) A.
+        logprobs, old_logprobs, advantages: (N,), as for `ppo_clip_loss`. The paper takes the policy that sampled as the
+            old one.
         episode_index: (N,) int, ascending: the episode of each token, in the order of the tokens. All trained tokens of
             an episode must be among the N.
         delta: δ > 0, the largest weighted divergence of a token, a difference of probabilities.

@@ -15,8 +15,8 @@ class HostSwap:
     that copies use the full bandwidth of the bus. If a pass on a GPU reads a tensor outside of `load`, torch raises an
     error, because the data is on the CPU.
 
-    list_tensors: returns the tensors. Tensors that are made within `load`, such as AdamW's moments in its first step,
-    are moved to the host when it ends. device: where the tensors are used.
+    list_tensors: returns the tensors, none if nothing is swapped. Tensors that are made within `load`, such as AdamW's
+    moments in its first step, are moved to the host when it ends. device: where the tensors are used.
 
     Example:
         >>> weight = torch.ones(2)
@@ -58,8 +58,8 @@ class HostSwap:
                 tensor.data = torch.empty_like(buffer, device=self._device).copy_(buffer, non_blocking=True)
 
     def _move_out(self) -> None:
-        is_cuda = self._device.type == "cuda"
-        for tensor in self._list_tensors():
+        is_cuda, tensors = self._device.type == "cuda", list(self._list_tensors())
+        for tensor in tensors:
             if self._is_out(tensor):
                 continue
             buffer = self._buffers.get(tensor)
@@ -71,7 +71,7 @@ class HostSwap:
                 buffer.copy_(tensor.detach(), non_blocking=True)
             tensor.data = buffer
         self._has_changed = False
-        if is_cuda:
+        if is_cuda and tensors:
             torch.cuda.synchronize(self._device)  # after this, the host may read the buffers
 
     def _is_out(self, tensor: Tensor) -> bool:

@@ -1,13 +1,21 @@
 """Choose the backend of a run's networks: torch on one device, or DeepSpeed over ranks."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 
-from trainable.backend.torch_backend import Backend, TorchBackend, make_adamw
+from trainable.backend.torch_backend import TorchBackend, make_adamw
 from trainable.backend.world import DistributedWorld, World
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import OptimConfig
+
+if TYPE_CHECKING:
+    from trainable.backend.zero import ZeroBackend  # it needs an optional package
+
+Backend: TypeAlias = "TorchBackend | ZeroBackend"
+"""Owns the optimizer of some networks. With sharded weights, its networks are copies of the run's own ones, which have
+weights only within `gather_weights`."""
 
 
 def make_backends(

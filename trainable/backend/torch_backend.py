@@ -1,9 +1,9 @@
-"""The interface of backends, which own the optimizer of some networks, and an implementation in plain torch."""
+"""The backend of one device in plain torch, which owns the optimizer of some networks."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, TypeVar
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,62 +22,6 @@ from trainable.runs.flat_state import (
 )
 
 T = TypeVar("T")
-
-
-class Backend(Protocol):
-    """Owns the optimizer of some networks and sums their gradients over the ranks of `world`.
-
-    networks: the networks for updates, by name. With sharded weights these are copies of the run's own networks, which
-    have weights only within `gather_weights`.
-    """
-
-    networks: Mapping[str, nn.Module]
-    world: World
-    loss_scale: float
-    """Factor of a loss before its backward pass, by which gradients are divided afterwards."""
-
-    def backward(self, compute_loss: Callable[[], Tensor], is_last: bool) -> None:
-        """Compute a loss and add its gradient.
-
-        is_last: whether this is the last call before a `step`. DeepSpeed accumulates gradients until then.
-        """
-
-    def step(self, meter: Meter, norm_column: str) -> None:
-        """Clip the gradient and step, or skip the step if a loss or the gradient is not finite.
-
-        norm_column: column of the gradient norm in `meter`.
-        """
-
-    def set_learning_rates(self, rates: Sequence[float]) -> None:
-        """Set the learning rate of each network for the next steps. Further rates are not read."""
-
-    def reset_moments(self) -> None:
-        """Set AdamW's moments and step count to 0, as before its first step. All ranks must call it."""
-
-    def gather_weights(self) -> AbstractContextManager[None]:
-        """Return a context in which the run's networks have all their weights, for passes outside of updates.
-
-        All ranks enter and leave it together. Inside, ranks may make different numbers of passes.
-        """
-
-    def load_for_update(self) -> AbstractContextManager[None]:
-        """Return a context for optimizer steps, with networks and optimizer on the device. All ranks must enter it."""
-
-    def find_nonfinite_weights(self) -> list[str]:
-        """List `weight <name>` for every non-finite weight, equally on all ranks."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the state of networks and optimizer as tensors by name.
-
-        Names and shapes depend neither on the backend nor on the number of ranks, so any of them can continue a
-        checkpoint.
-        """
-
-    def check_state_shapes(self, shapes: Mapping[str, torch.Size]) -> None:
-        """Raise ValueError if `shapes` differ from the shapes in `state_dict`."""
-
-    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the tensors of `state_dict`. Every rank reads the same ones from `tensors`, in the same order."""
 
 
 class EagerAdamW(torch.optim.AdamW):
@@ -122,10 +66,12 @@ def set_learning_rates(optimizer: Optimizer, rates: Sequence[float]) -> None:
 
 
 class TorchBackend:
-    """A torch optimizer on one device.
+    """A torch optimizer on one device. `ZeroBackend` has the same methods, and sums gradients over its ranks.
 
-    name: of the optimizer in checkpoints. optimizer: has the parameters of `networks`, in the same order. loss_scale: a
-    power of two, to avoid rounding. swaps_to_host: whether to keep weights and moments in host memory while unused.
+    name: of the optimizer in checkpoints. networks: those that it updates, by name. optimizer: has the parameters of
+    `networks`, in the same order. loss_scale: factor of a loss before its backward pass, by which gradients are divided
+    afterwards: a power of two, to avoid rounding. swaps_to_host: whether to keep weights and moments in host memory
+    while unused.
     """
 
     def __init__(
@@ -140,20 +86,23 @@ class TorchBackend:
         self.name, self.networks, self.optimizer, self.max_grad_norm = name, networks, optimizer, max_grad_norm
         self.world: World = SINGLE_PROCESS
         self.loss_scale = loss_scale
-        self._weight_swap: HostSwap | None = None
-        self._moment_swap: HostSwap | None = None
-        if swaps_to_host:
-            weights = self._get_weights()
-            self._weight_swap = HostSwap(lambda: weights, weights[0].device)
-            self._moment_swap = HostSwap(self._list_moments, weights[0].device)
+        device = self._list_weights()[0].device
+        self._weight_swap = HostSwap(self._list_weights if swaps_to_host else list, device)
+        self._moment_swap = HostSwap(self._list_moments if swaps_to_host else list, device)
 
     def backward(self, compute_loss: Callable[[], Tensor], is_last: bool) -> None:
-        """Add a gradient (see `Backend.backward`)."""
+        """Compute a loss and add its gradient.
+
+        is_last: whether this is the last call before a `step`. DeepSpeed accumulates gradients until then.
+        """
         (compute_loss() * self.loss_scale).backward()
 
     def step(self, meter: Meter, norm_column: str) -> None:
-        """Clip and step, or skip (see `Backend.step`). The published code skips for gradients, but not for losses."""
-        named_weights, weights = list_named_parameters(self.networks), self._get_weights()
+        """Clip the gradient and step, or skip the step if a loss or the gradient is not finite.
+
+        The published code skips for gradients, but not for losses. norm_column: of the gradient norm in `meter`.
+        """
+        named_weights, weights = list_named_parameters(self.networks), self._list_weights()
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         if self.loss_scale != 1:
             torch._foreach_div_(gradients, self.loss_scale)
@@ -168,28 +117,24 @@ class TorchBackend:
             meter.record_skipped_step(find_nonfinite_gradients(named_gradients, grad_norm))
         self.optimizer.zero_grad(set_to_none=True)
 
-    def set_learning_rates(self, rates: Sequence[float]) -> None:
-        """Set the rates of the parameter groups (see `Backend.set_learning_rates`)."""
-        set_learning_rates(self.optimizer, rates)
-
     def reset_moments(self) -> None:
-        """Drop the optimizer's state, which its next step makes anew (see `Backend.reset_moments`)."""
+        """Set AdamW's moments and step count to 0, as before its first step. All ranks must call it."""
         self.optimizer.state.clear()
 
     def gather_weights(self) -> AbstractContextManager[None]:
-        """Move swapped weights to the device; otherwise do nothing (see `Backend.gather_weights`)."""
-        return nullcontext() if self._weight_swap is None else self._weight_swap.load(has_changed=False)
+        """Return a context in which the run's networks have all their weights, for passes outside of updates.
+
+        All ranks enter and leave it together. Inside, ranks may make different numbers of passes.
+        """
+        return self._weight_swap.load(has_changed=False)
 
     @contextmanager
     def load_for_update(self) -> Iterator[None]:
-        """Move swapped weights and moments to the device (see `Backend.load_for_update`)."""
-        if self._weight_swap is None or self._moment_swap is None:
-            yield
-            return
+        """Return a context for optimizer steps, with networks and optimizer on the device. All ranks must enter it."""
         with self._weight_swap.load(has_changed=True), self._moment_swap.load(has_changed=True):
             yield
 
-    def _get_weights(self) -> list[nn.Parameter]:
+    def _list_weights(self) -> list[nn.Parameter]:
         return [weight for _, weight in list_named_parameters(self.networks)]
 
     def _list_moments(self) -> list[Tensor]:
@@ -197,12 +142,16 @@ class TorchBackend:
         return [value for state in self.optimizer.state.values() for name, value in state.items() if name != "step"]
 
     def find_nonfinite_weights(self) -> list[str]:
-        """Check all networks (see `Backend.find_nonfinite_weights`)."""
+        """List `weight <name>` for every non-finite weight, equally on all ranks."""
         with self.gather_weights():
             return find_nonfinite_weights(list_named_parameters(self.networks))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the live tensors: write or clone them before the next step. Swapped ones are on the host."""
+        """Return the state of networks and optimizer as live tensors by name: write or clone them before the next step.
+
+        Names and shapes depend neither on the backend nor on the number of ranks, so any of them can continue a
+        checkpoint. Swapped tensors are on the host.
+        """
         return {
             f"{name}/{key}": value
             for name, stateful in self._get_stateful().items()
@@ -210,7 +159,7 @@ class TorchBackend:
         }
 
     def check_state_shapes(self, shapes: Mapping[str, torch.Size]) -> None:
-        """Raise ValueError for other shapes (see `Backend.check_state_shapes`)."""
+        """Raise ValueError if `shapes` differ from the shapes in `state_dict`."""
         for name, stateful in self._get_stateful().items():
             saved_shapes = select_below(name, shapes)
             # AdamW has no tensors before its first step, so a checkpoint may have none for an optimizer.
@@ -218,7 +167,7 @@ class TorchBackend:
             check_shapes(name, {} if is_unstepped else compute_flat_shapes(stateful), saved_shapes)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the tensors (see `Backend.load_state_dict`)."""
+        """Load the tensors of `state_dict`. Every rank reads the same ones from `tensors`, in the same order."""
         # On the device, because AdamW puts its moments (and the fused kernel's step count) where the weights are.
         with self.load_for_update():
             for name, stateful in self._get_stateful().items():

@@ -40,17 +40,6 @@ class World:
         """Sum a tensor, which has the same shape on each rank, over ranks."""
         return tensor
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Concatenate the tensors of all ranks, all of one shape (n,), in rank order."""
-        return tensor
-
-    def broadcast(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
-        """Broadcast rank 0's tensors by name, on the CPU; the other ranks pass None.
-
-        A tensor is sent when it is read, so all ranks must read the same tensors in the same order.
-        """
-        return tensors or {}
-
 
 @dataclass(frozen=True)
 class DistributedWorld(World):
@@ -68,13 +57,17 @@ class DistributedWorld(World):
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Concatenate the tensors on the device of `tensor`."""
+        """Concatenate the tensors of all ranks, all of one shape (n,), in rank order, on the device of `tensor`."""
         gathered_tensor = tensor.new_empty(self.size * tensor.numel())
         torch.distributed.all_gather_into_tensor(gathered_tensor, tensor.contiguous())
         return gathered_tensor
 
     def broadcast(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
-        """Broadcast rank 0's tensors; a receiving rank has only one of them in memory at a time."""
+        """Broadcast rank 0's tensors by name, on the CPU; the other ranks pass None.
+
+        A tensor is sent when it is read, so all ranks must read the same tensors in the same order. A receiving rank
+        has only one of them in memory at a time.
+        """
         # Shapes and dtypes are sent now, so that a state can be refused by its shapes. Tensors are sent when they are
         # read.
         local_tensors = tensors or {}

@@ -13,13 +13,8 @@ from torch import Tensor, nn
 
 from trainable.backend.host_swap import HostSwap
 from trainable.backend.meter import Meter, find_nonfinite_weights
-from trainable.backend.torch_backend import (
-    list_named_parameters,
-    make_adamw,
-    select_below,
-    set_learning_rates,
-)
-from trainable.backend.world import World
+from trainable.backend.torch_backend import list_named_parameters, make_adamw, select_below
+from trainable.backend.world import DistributedWorld, World
 from trainable.config.constants import ZERO_BUCKET_SIZE, ZERO_MAX_LIVE_PARAMETERS
 from trainable.config.sections import OptimConfig, TrainerConfig
 from trainable.models.interface import PassSettings
@@ -43,7 +38,7 @@ class ReplicatedWeights:
         self.engine = engine
 
     def gather_weights(self) -> AbstractContextManager[None]:
-        """Return a context without effect: every rank has all weights (see `Backend.gather_weights`)."""
+        """Return a context without effect: every rank has all weights (see `TorchBackend.gather_weights`)."""
         return nullcontext()
 
     def read_full(self, weight: nn.Parameter, moment: str | None) -> Tensor:
@@ -113,7 +108,7 @@ class ShardedWeights:
     other passes, have weights only within `gather_weights`.
     """
 
-    def __init__(self, networks: Mapping[str, nn.Module], world: World) -> None:
+    def __init__(self, networks: Mapping[str, nn.Module], world: DistributedWorld) -> None:
         self.networks, self.world = networks, world
         self.trained_networks = {name: _copy_sharing_memory(network) for name, network in networks.items()}
         self.read_dtypes = _find_read_dtypes(networks.values())
@@ -252,7 +247,7 @@ class _Networks(nn.Module):
 
 
 class ZeroBackend:
-    """AdamW under DeepSpeed (see `Backend`). torch's default process group must be initialized.
+    """AdamW under DeepSpeed (see `TorchBackend`). torch's default process group must be initialized.
 
     Weights and moments are float32, as in `TorchBackend`; each network computes in the dtype of its passes.
 
@@ -266,9 +261,10 @@ class ZeroBackend:
         learning_rates: Sequence[float],
         settings: OptimConfig,
         trainer: TrainerConfig,
-        world: World,
+        world: DistributedWorld,
     ) -> None:
-        self.name, self.world, self.loss_scale = name, world, 1.0
+        self.name, self.loss_scale = name, 1.0
+        self.world: World = world
         # Read the shapes before stage 3 shards the weights, which then lose them. This optimizer is not used.
         self.shapes = {network_name: compute_flat_shapes(network) for network_name, network in networks.items()}
         self.moment_shapes = compute_flat_shapes(make_adamw(networks.values(), learning_rates, settings))
@@ -296,18 +292,17 @@ class ZeroBackend:
             dist_init_required=False,  # `connect` has done it
         )
         self.weights.attach_engine(self.engine)
-        self._shard_swap: HostSwap | None = None
-        if trainer.swap_to_host:  # with several ranks, allowed only in stage 3
-            self._shard_swap = HostSwap(self._list_optimizer_shards, self.engine.device)
+        # With several ranks, swaps are allowed only in stage 3.
+        self._shard_swap = HostSwap(self._list_optimizer_shards if trainer.swap_to_host else list, self.engine.device)
 
     def backward(self, compute_loss: Callable[[], Tensor], is_last: bool) -> None:
-        """Add a gradient (see `Backend.backward`)."""
+        """Add a gradient (see `TorchBackend.backward`)."""
         self.engine.set_gradient_accumulation_boundary(is_last)
         # DeepSpeed averages gradients over ranks, but a mini-batch's gradient is their sum.
         self.engine.backward(self.engine(compute_loss) * self.world.size)
 
     def step(self, meter: Meter, norm_column: str) -> None:
-        """Clip and step, or skip the step if the gradient over all ranks is not finite (see `Backend.step`).
+        """Clip and step, or skip the step if the gradient over all ranks is not finite (see `TorchBackend.step`).
 
         A non-finite loss alone does not skip the step, because only its rank would know.
         """
@@ -319,12 +314,8 @@ class ZeroBackend:
             meter.record_skipped_step([f"gradient of {name}" for name in self.networks])
         self.engine.zero_grad()
 
-    def set_learning_rates(self, rates: Sequence[float]) -> None:
-        """Set the rates of torch's optimizer, which DeepSpeed steps (see `Backend.set_learning_rates`)."""
-        set_learning_rates(self.optimizer, rates)
-
     def reset_moments(self) -> None:
-        """Set this rank's shards to 0 (see `Backend.reset_moments`)."""
+        """Set this rank's shards to 0 (see `TorchBackend.reset_moments`)."""
         with self.load_for_update():
             for _, weight in list_named_parameters(self.networks) if self._count_steps() else []:
                 for moment in MOMENTS:
@@ -333,12 +324,12 @@ class ZeroBackend:
                 state["step"] = torch.tensor(0.0)
 
     def gather_weights(self) -> AbstractContextManager[None]:
-        """Gather the weights in stage 3; do nothing in other stages (see `Backend.gather_weights`)."""
+        """Gather the weights in stage 3; do nothing in other stages (see `TorchBackend.gather_weights`)."""
         return self.weights.gather_weights()
 
     def load_for_update(self) -> AbstractContextManager[None]:
-        """Move the optimizer's shards to the device if they are swapped (see `Backend.load_for_update`)."""
-        return nullcontext() if self._shard_swap is None else self._shard_swap.load(has_changed=True)
+        """Move the optimizer's shards to the device if they are swapped (see `TorchBackend.load_for_update`)."""
+        return self._shard_swap.load(has_changed=True)
 
     def _list_optimizer_shards(self) -> list[Tensor]:
         """List this rank's stage-3 shards that only the optimizer reads: its copy of the weights, and the moments."""
@@ -347,11 +338,11 @@ class ZeroBackend:
         return [*zero_optimizer.fp32_partitioned_groups_flat, *moments]
 
     def find_nonfinite_weights(self) -> list[str]:
-        """Check the weights of all ranks (see `Backend.find_nonfinite_weights`)."""
+        """Check the weights of all ranks (see `TorchBackend.find_nonfinite_weights`)."""
         return self.weights.find_nonfinite()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Gather full tensors on the CPU (see `Backend.state_dict`); only rank 0 keeps them."""
+        """Gather full tensors on the CPU (see `TorchBackend.state_dict`); only rank 0 keeps them."""
         # Reading is a collective operation, so all ranks must read every tensor.
         tensors: dict[str, Tensor] = {}
         for name, network in self.networks.items():
@@ -376,7 +367,7 @@ class ZeroBackend:
         return max((int(state["step"]) for state in self.optimizer.state.values() if "step" in state), default=0)
 
     def check_state_shapes(self, shapes: Mapping[str, torch.Size]) -> None:
-        """Raise ValueError for other shapes (see `Backend.check_state_shapes`)."""
+        """Raise ValueError for other shapes (see `TorchBackend.check_state_shapes`)."""
         for name, expected_shapes in self.shapes.items():
             check_shapes(name, expected_shapes, select_below(name, shapes))
         moment_shapes = select_below(self.name, shapes)
@@ -384,7 +375,7 @@ class ZeroBackend:
         check_shapes(self.name, self.moment_shapes if moment_shapes else {}, moment_shapes)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the tensors one by one (see `Backend.load_state_dict`); each rank keeps its shard."""
+        """Load the tensors one by one (see `TorchBackend.load_state_dict`); each rank keeps its shard."""
         with self.load_for_update():  # moments that are made here must be on the device
             for name, network in self.networks.items():
                 for key, weight in get_trainable_parameters(network):

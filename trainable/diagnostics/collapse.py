@@ -163,17 +163,6 @@ _SECONDS_COLUMNS = {"first_turn": "seconds_collapse_first_turn", "trajectory": "
 """The column of the duration, by sample."""
 
 
-class Diagnosis(NamedTuple):
-    """The result of a diagnosis.
-
-    row: the step's `collapse_...` and `seconds_collapse_...` columns that have a value. averages: by sample, the moving
-    averages of the standard deviations `marginal_std...`, to be continued by the next diagnosis; JSON-serializable.
-    """
-
-    row: dict[str, float]
-    averages: dict[str, MovingAverages]
-
-
 def is_due(step: int, settings: CollapseDetectionConfig) -> bool:
     """Check whether training step `step` (from 1) is diagnosed: step 1 and every `compute_freq`-th.
 
@@ -191,18 +180,20 @@ def diagnose_episodes(
     averages: Mapping[str, MovingAverages],
     rng: np.random.Generator,
     world: World = SINGLE_PROCESS,
-) -> Diagnosis:
+) -> tuple[dict[str, float], dict[str, MovingAverages]]:
     """Diagnose all episodes of a step, before the filter, with the policy that played them.
 
     A sample has no quantities, and its averages stay unchanged, if it has no thought, fewer than two different prompts,
     or a non-finite score. (The published code also scores two groups with equal first prompts.) The context of
     the model fits every thought after every prompt, since a rollout leaves room for a full reply after each.
 
-    model: the policy before the step's update. Its weights, gradients and mode are unchanged. averages: the
-    `Diagnosis.averages` of the previous diagnosis, or {}. rng: each sample draws from a separate child, so that
-    switching one sample off leaves the other unchanged. world: ranks with the same episodes. Each scores some prompts.
+    model: the policy before the step's update. Its weights, gradients and mode are unchanged. averages: those of the
+    previous diagnosis, or {}. rng: each sample draws from a separate child, so that switching one sample off leaves the
+    other unchanged. world: ranks with the same episodes. Each scores some prompts.
 
-    Returns the number of turns with a thought. For each sample: the quantities of `compute_information_metrics`,
+    Returns the step's `collapse_...` and `seconds_collapse_...` columns that have a value, and by sample the moving
+    averages of the standard deviations `marginal_std...` for the next diagnosis; JSON-serializable. The columns are the
+    number of turns with a thought, and for each sample the quantities of `compute_information_metrics`,
     `smooth_zscores` and `compute_retrieval_metrics`, `retrieval_shuffled`, and the duration. Only `all_quantities`
     includes `trainable.runs.records.EXTRA_QUANTITIES`. Log-probs are in nats, at temperature 1.
 
@@ -232,7 +223,7 @@ def diagnose_episodes(
                 if settings.all_quantities or key not in _EXTRA_NAMES
             }
         row[_SECONDS_COLUMNS[sample]] = time.perf_counter() - start
-    return Diagnosis(row, next_averages)
+    return row, next_averages
 
 
 def diagnose_step(trainer: "PPOTrainer", episodes: Sequence[Episode]) -> dict[str, float]:
@@ -245,7 +236,7 @@ def diagnose_step(trainer: "PPOTrainer", episodes: Sequence[Episode]) -> dict[st
         return {}
     rng = make_rng(config.seed, "collapse", step)
     with trainer.backends["actor"].gather_weights():
-        diagnosis = diagnose_episodes(
+        row, trainer.collapse_averages = diagnose_episodes(
             trainer.model,
             trainer.codec,
             episodes,
@@ -254,8 +245,7 @@ def diagnose_step(trainer: "PPOTrainer", episodes: Sequence[Episode]) -> dict[st
             rng,
             trainer.world,
         )
-    trainer.collapse_averages = diagnosis.averages
-    return diagnosis.row
+    return row
 
 
 def _compute_quantities(

@@ -44,11 +44,7 @@ class _ReadOnlyCache(_AppendCache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """Return a layer's keys and values followed by the new ones, without storing these."""
-        stores = self.cache.keys[layer_idx], self.cache.values[layer_idx]
-        return tuple(
-            torch.cat((store[:, :, : self.cache.used_slots], new.to(self.dtype)), dim=2)
-            for store, new in zip(stores, (key_states, value_states), strict=True)
-        )
+        return self.cache.read(layer_idx, key_states.to(self.dtype), value_states.to(self.dtype))
 
 
 class HubTrunk(Trunk):

@@ -91,15 +91,10 @@ class KVCache:
         values[:, :, self.used_slots : end] = v
         return keys[:, :, :end], values[:, :, :end]
 
-    def reserve(self, slots: int) -> None:
-        """Grow the cache if it has fewer than `slots` unused slots."""
-        missing_slots = self.used_slots + slots - self.bias.shape[1]
-        if missing_slots > 0:
-            # Grow by at least half, so that the cache of a growing conversation is copied only a few times.
-            extra_slots = max(missing_slots, self.bias.shape[1] // 2)
-            self.keys = [F.pad(keys, (0, 0, 0, extra_slots)) for keys in self.keys]
-            self.values = [F.pad(values, (0, 0, 0, extra_slots)) for values in self.values]
-            self.bias = F.pad(self.bias, (0, extra_slots), value=-torch.inf)
+    def read(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return all keys and values of a layer, followed by `k`, `v` (rows, kv_heads, q, D), without storing these."""
+        keys, values = self.keys[layer][:, :, : self.used_slots], self.values[layer][:, :, : self.used_slots]
+        return torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
 
     def append_slots(self, valid: Tensor) -> Tensor:
         """Reserve slots for q new tokens of the first B rows; return the attention bias (B, 1 or q, slots).
@@ -108,8 +103,13 @@ class KVCache:
         `used_slots` after all layers have been written.
         """
         batch, new_slots = valid.shape
-        self.reserve(new_slots)
         end = self.used_slots + new_slots
+        if end > self.bias.shape[1]:
+            # Grow by at least half, so that the cache of a growing conversation is copied only a few times.
+            extra_slots = max(end - self.bias.shape[1], self.bias.shape[1] // 2)
+            self.keys = [F.pad(keys, (0, 0, 0, extra_slots)) for keys in self.keys]
+            self.values = [F.pad(values, (0, 0, 0, extra_slots)) for values in self.values]
+            self.bias = F.pad(self.bias, (0, extra_slots), value=-torch.inf)
         self.bias[:batch, self.used_slots : end] = torch.where(valid, 0.0, -torch.inf)
         bias = self.bias[:batch, None, :end]
         if new_slots > 1:  # new tokens must not see later ones; a single new token has none

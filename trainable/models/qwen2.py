@@ -80,49 +80,31 @@ class Attention(nn.Module):
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project `x` (B, T, hidden) to queries `(B, heads, T, D)`, and keys and values `(B, kv_heads, T, D)`."""
-        q, k, v = self.project_heads(x, cos, sin)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    def attend_cached(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, bias: Tensor, is_tree: bool = False
+    ) -> Tensor:
+        """Attend from `x` (B, q, hidden) to itself and the cache. bias: (B, 1 or q, used + q).
 
-    def attend_cached(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, bias: Tensor) -> Tensor:
-        """Write `x` (B, q, hidden) to the next q slots of the cache and attend over it. bias: (B, 1 or q, used + q)."""
+        is_tree: whether the cache is only read. Otherwise, the keys and values of `x` take its next q slots.
+        """
         batch, new_tokens, _ = x.shape
-        q, k, v = self.project(x, cos, sin)
-        keys, values = cache.write(layer, k, v)
+        q, k, v = (heads.transpose(1, 2) for heads in self.project_heads(x, cos, sin))
+        keys, values = cache.read(layer, k, v) if is_tree else cache.write(layer, k, v)
         groups = self.heads // self.kv_heads
         # The queries of heads that share a key head become rows of one product, so that keys need no copy.
         folded_queries = q.reshape(batch, self.kv_heads, groups * new_tokens, self.head_dim)
-        if q.dtype in (torch.float16, torch.bfloat16):  # the products below would round the scores
-            return self._attend_fused(folded_queries, keys, values, bias)
-        scores = folded_queries @ keys.transpose(-1, -2) * self.head_dim**-0.5
-        scores = scores.view(batch, self.kv_heads, groups, new_tokens, -1) + bias[:, None, None]
-        weights = scores.softmax(-1).view(batch, self.kv_heads, groups * new_tokens, -1)
-        attention_output = (weights @ values).view(batch, self.heads, new_tokens, self.head_dim)
+        # For a tree of many tokens, and in half precision, where the products below would round the scores.
+        if is_tree or q.dtype in (torch.float16, torch.bfloat16):
+            # Cast before repeating, so that in half precision the larger copy is never float32.
+            mask = bias.to(q.dtype).repeat(1, groups, 1)[:, None]
+            attention_output = F.scaled_dot_product_attention(folded_queries, keys, values, attn_mask=mask)
+        else:
+            scores = folded_queries @ keys.transpose(-1, -2) * self.head_dim**-0.5
+            scores = scores.view(batch, self.kv_heads, groups, new_tokens, -1) + bias[:, None, None]
+            weights = scores.softmax(-1).view(batch, self.kv_heads, groups * new_tokens, -1)
+            attention_output = weights @ values
+        attention_output = attention_output.view(batch, self.heads, new_tokens, self.head_dim)
         return attention_output.transpose(1, 2).reshape(batch, new_tokens, -1)
-
-    def attend_tree(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, bias: Tensor) -> Tensor:
-        """Attend from `x` (B, q, hidden) to itself and the cache, which is only read. bias: (B, q, used + q)."""
-        batch, new_tokens, _ = x.shape
-        q, k, v = self.project(x, cos, sin)
-        keys = torch.cat((cache.keys[layer][:, :, : cache.used_slots], k), dim=2)
-        values = torch.cat((cache.values[layer][:, :, : cache.used_slots], v), dim=2)
-        groups = self.heads // self.kv_heads
-        return self._attend_fused(
-            q.reshape(batch, self.kv_heads, groups * new_tokens, self.head_dim), keys, values, bias
-        )
-
-    def _attend_fused(self, folded_queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-        """Attend with queries folded as in `attend_cached` under `bias` (B, q, slots); return `(B, q, hidden)`."""
-        batch, new_tokens, _ = bias.shape
-        # Cast before repeating, so that in half precision the larger copy is never float32.
-        mask = bias.to(folded_queries.dtype).repeat(1, self.heads // self.kv_heads, 1)[:, None]
-        attention_output = F.scaled_dot_product_attention(folded_queries, keys, values, attn_mask=mask)
-        return (
-            attention_output.view(batch, self.heads, new_tokens, self.head_dim)
-            .transpose(1, 2)
-            .reshape(batch, new_tokens, -1)
-        )
 
 
 class MLP(nn.Module):
@@ -318,8 +300,9 @@ class Qwen2Trunk(Trunk):
         with self.pass_settings.autocast(tokens.device):
             x = self.embed_tokens(tokens).expand(rows, -1, -1)
             for layer_index, layer in enumerate(self.blocks):
+                normed = layer.input_layernorm(x)
                 x = layer.finish(
-                    x, layer.self_attn.attend_tree(layer.input_layernorm(x), cos, sin, cache, layer_index, bias)
+                    x, layer.self_attn.attend_cached(normed, cos, sin, cache, layer_index, bias, is_tree=True)
                 )
             return self.norm(x)
 

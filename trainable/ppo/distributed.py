@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 import ray
@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
 from trainable.backend.gpus import take_gpus
-from trainable.backend.world import connect, disconnect
+from trainable.backend.world import DistributedWorld, connect, disconnect
 from trainable.config.own_parts import PartFile, list_part_files, register_file
 from trainable.config.run_config import RunConfig
 from trainable.ppo.evaluation import Evaluation
@@ -133,7 +133,7 @@ class DistributedTrainer:
                         rank=0,
                         world_size=world_size,
                         rendezvous=self.rendezvous,
-                        on_wait=lambda: _raise_first_error(self.pending_refs),
+                        on_wait=lambda: ray.get(ray.wait(self.pending_refs, timeout=_POLL_S)[0]),
                     ),
                     diagnostics,
                 ),
@@ -161,7 +161,7 @@ class DistributedTrainer:
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Continue from a state, possibly of a different number of ranks (see `PPOTrainer.load_state`)."""
-        world = self.trainer.world
+        world = cast(DistributedWorld, self.trainer.world)
         self._run_on_all_ranks(
             "load_state",
             lambda: self.trainer.load_state(world.broadcast(tensors), world.all_gather_object(dict(values))[0]),
@@ -225,12 +225,6 @@ def _find_first_error(pending_refs: list[Any], local_error: Exception) -> Except
             message = f"rank {rank} of {len(pending_refs) + 1} has ended: {str(error).strip()}"
             ranked_errors.append((2, RuntimeError(message)))
     return min(ranked_errors, key=itemgetter(0))[1]
-
-
-def _raise_first_error(pending_refs: list[Any]) -> None:
-    """Wait up to `_POLL_S` seconds, and raise the error of another rank if one has failed."""
-    ready_refs, _ = ray.wait(pending_refs, timeout=_POLL_S)
-    ray.get(ready_refs)
 
 
 def _watch_ranks(pending_refs: list[Any], is_done: threading.Event) -> None:

@@ -18,7 +18,7 @@ from trainable.algo.reductions import masked_mean
 from trainable.backend.host_swap import HostSwap
 from trainable.backend.make import list_learning_rates, make_backends
 from trainable.backend.meter import Meter, add_step, check_finite
-from trainable.backend.torch_backend import select_below
+from trainable.backend.torch_backend import select_below, set_learning_rates
 from trainable.backend.world import SINGLE_PROCESS, World, compute_local_range, skip_child_seeds
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import AlgorithmConfig
@@ -49,7 +49,7 @@ from trainable.ppo.evaluation import (
 from trainable.ppo.phases import PhaseTimer, StepPlan
 from trainable.ppo.targets import PreparedBatch, Selection, filter_episodes, make_targets
 from trainable.ppo.update import ActorUpdate, TokenFunction, compute_at_trained_tokens, update_critic
-from trainable.rollout.engine import Engine, make_engine, make_evaluation_engine
+from trainable.rollout.engine import Engine, make_engines
 from trainable.rollout.episode import Batch, Episode, collate, list_rollouts, make_update_order, replace_rollouts
 from trainable.rollout.episode_loop import Branching, RolloutRequest, make_player
 from trainable.rollout.sampler import SamplingParams
@@ -122,10 +122,10 @@ class PPOTrainer:
         self.codec, self.stop_token = Codec(policy.tokenizer), policy.stop_token
         self.other_stop_tokens = policy.other_stop_tokens
         self.backends = make_backends(config, world, self.model, self.value_head, self.critic)
-        self._reference_swap: HostSwap | None = None
-        if config.trainer.swap_to_host and networks.has_own_reference:
-            weights = list(cast(nn.Module, self.reference).parameters())
-            self._reference_swap = HostSwap(lambda: weights, self.device)
+        swaps_reference = config.trainer.swap_to_host and networks.has_own_reference
+        self._reference_swap = HostSwap(
+            cast(nn.Module, self.reference).parameters if swaps_reference else list, self.device
+        )
         self.kl_coef = config.algorithm.kl_ctrl.kl_coef
         # For each setting with a controller, the coefficient that it adapts, and the value in the loss of the next
         # step, which differ for an entropy above the target.
@@ -160,8 +160,8 @@ class PPOTrainer:
         # The engine needs a fixed prompt on which to compare log-probs. Any level will do.
         prompt = self.player.encode_first_turn(self.val_levels[0])
         gather_weights = self.backends["actor"].gather_weights
-        self.engine = make_engine(config, policy, self.device, prompt, context, gather_weights)
-        self.evaluation_engine = make_evaluation_engine(config, policy, self.engine, gather_weights)
+        engines = make_engines(config, policy, self.device, prompt, context, gather_weights)
+        self.engine, self.evaluation_engine = engines
         # Evaluations have one entry per episode, with the rollouts of a level next to each other.
         self.is_val_unseen = [unseen for unseen in is_unseen for _ in range(env.val_group_size)]
 
@@ -272,7 +272,7 @@ class PPOTrainer:
         if self.run_config.schedules:
             for name, rates in list_learning_rates(config).items():
                 if name in self.backends:
-                    self.backends[name].set_learning_rates(rates)
+                    set_learning_rates(self.backends[name].optimizer, rates)
         if config.algorithm.kl_ctrl.type == "fixed":
             self.kl_coef = config.algorithm.kl_ctrl.kl_coef
         return {SCHEDULE_COLUMNS[name].name: attrgetter(name)(config) for name in self.run_config.schedules}
@@ -363,7 +363,8 @@ class PPOTrainer:
         rng = skip_child_seeds(rng, local_range.start * group_size)
         # The environment has a separate stream, so that its randomness never depends on what was sampled.
         luck_rng = make_rng(self.config.seed, "environment", PURPOSES[purpose], self.step_index, *indices)
-        sampling_params = self._make_sampling_params(temperature)
+        length = self.config.rollout.response_length
+        sampling_params = SamplingParams(temperature, length, self.stop_token, self.other_stop_tokens)
         episodes: list[Episode] = []
         with engine.wake_up():  # even on a rank without levels, since all ranks must gather weights
             # With more ranks than levels, some ranks have none, and a sampler needs at least one prompt.
@@ -388,10 +389,6 @@ class PPOTrainer:
         # Every rank numbers its groups from 0: make the numbers unique.
         local_episodes = [episode._replace(group=episode.group + local_range.start) for episode in episodes]
         return list(chain.from_iterable(self.world.all_gather_object(local_episodes)))
-
-    def _make_sampling_params(self, temperature: float) -> SamplingParams:
-        length = self.config.rollout.response_length
-        return SamplingParams(temperature, length, self.stop_token, self.other_stop_tokens)
 
     def _prepare_selected(self, selection: Selection, timer: PhaseTimer) -> PreparedBatch:
         """Make the batch of the current step from the selected groups."""
@@ -516,16 +513,13 @@ class PPOTrainer:
         assert self.reference is not None  # the configuration needs a reference
         logprob_function = TokenFunction.for_logprobs(self.reference, temperature)
         rows_per_pass = self.config.rollout.ref_log_prob_micro_batch_size_per_gpu
-        with self._load_reference():
+        with self._reference_swap.load(has_changed=False):
             return compute_at_trained_tokens(batch, rows_per_pass, logprob_function, self.world)
 
-    def _load_reference(self) -> AbstractContextManager[None]:
-        """Make a context in which the reference is on the device. It is frozen, so it need not be copied back."""
-        return nullcontext() if self._reference_swap is None else self._reference_swap.load(has_changed=False)
-
     def _load_reference_for_loss(self) -> AbstractContextManager[None]:
-        """Make the context of `_load_reference` if the policy loss reads the reference, as only the exact KL does."""
-        return self._load_reference() if self.config.actor.reads_reference_distribution else nullcontext()
+        """Move the reference to the device if the policy loss reads it, as only the exact KL does."""
+        reads_reference = self.config.actor.reads_reference_distribution
+        return self._reference_swap.load(has_changed=False) if reads_reference else nullcontext()
 
     def _list_reference_weights(self) -> dict[str, tuple[Tensor, Tensor]]:
         """List the weights in which reference and policy may differ by name, if the reference moves: pairs of both."""
@@ -536,8 +530,7 @@ class PPOTrainer:
 
     def _move_reference(self, alpha: float, timer: PhaseTimer) -> None:
         """Move the reference to the policy if alpha is 1, or else towards it. Reset the optimizer if it is due."""
-        swap = self._reference_swap
-        is_loaded = nullcontext() if swap is None else swap.load(has_changed=True)
+        is_loaded = self._reference_swap.load(has_changed=True)
         with timer.measure("reference"), self.backends["actor"].gather_weights(), is_loaded:
             reference_weights, policy_weights = zip(*self._list_reference_weights().values(), strict=True)
             move_reference(reference_weights, policy_weights, alpha)
@@ -617,19 +610,12 @@ class PPOTrainer:
         Validation levels are played env.val_group_size times, test levels once. With trainer.measure_val_kl, a sampled
         validation also measures the KL to the reference over the same episodes. With trainer.log_val_generations, it
         also records the text of one rollout of each of the first levels.
-
-        Raises ValueError for another split or mode.
         """
-        for word, allowed_words in ((split, ("val", "test")), (mode, ("sampled", "greedy"))):
-            if word not in allowed_words:
-                raise ValueError(
-                    f"There is no {word!r} here: the splits are val and test, the modes sampled and greedy."
-                )
-        if split == "val":
-            levels, group_size, purpose = self.val_levels, self.config.env.val_group_size, "validation"
-        else:
-            levels, group_size, purpose = self.test_levels, 1, "test"
-        temperature = self.config.rollout.val_temperature if mode == "sampled" else 0.0
+        levels, group_size, purpose = {
+            "val": (self.val_levels, self.config.env.val_group_size, "validation"),
+            "test": (self.test_levels, 1, "test"),
+        }[split]
+        temperature = {"sampled": self.config.rollout.val_temperature, "greedy": 0.0}[mode]
         is_sampled_validation = (split, mode) == ("val", "sampled")
         with add_step(f"in the {purpose} after step {self.step_index}"):
             # Before training, the policy equals the reference, unless a reference model is set.
@@ -784,7 +770,7 @@ class PPOTrainer:
             raise ValueError(f"its values do not fit ({type(error).__name__}: {error})") from error
         for backend in self.backends.values():
             backend.load_state_dict(tensors)
-        with nullcontext() if self._reference_swap is None else self._reference_swap.load(has_changed=True):
+        with self._reference_swap.load(has_changed=True):
             for name, (weight, _) in reference_weights.items():
                 weight.copy_(tensors[f"reference/{name}"])
         self.step_index, self.reference_step = step, reference_step

@@ -19,8 +19,8 @@ from trainable.algo.batching import split_by_tokens
 from trainable.algo.reductions import compute_loss_weights
 from trainable.algo.target_policy import target_policy_loss
 from trainable.algo.vocabulary import compute_token_statistics, logprobs_from_hidden
+from trainable.backend.make import Backend
 from trainable.backend.meter import Meter
-from trainable.backend.torch_backend import Backend
 from trainable.backend.world import SINGLE_PROCESS, World, shard_rows
 from trainable.config.constants import CHUNK_ELEMENTS, TOKENS_PER_PASS
 from trainable.config.own_parts import get_part, has_parameter
@@ -180,7 +180,7 @@ def _run_optimizer_steps(
     ]
     with backend.load_for_update():
         for rows in STEP_PHASE.track(mini_batches, "mini-batch"):
-            # A list, since the backend must know which pass is last (see `Backend.backward`).
+            # A list, since the backend must know which pass is last (see `TorchBackend.backward`).
             pass_inputs = list(
                 make_passes(
                     batch, get_targets(rows), rows, mode, micro_batch_size, padded_length, backend.world, needs_padding

@@ -7,11 +7,10 @@ engine's. This mismatch never ends a run: rounding alone makes it grow when a po
 a study is about.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -76,15 +75,14 @@ def measure_mismatch(trainer_logprobs: Tensor, engine_logprobs: Tensor, step: in
 
 
 def check_mismatch(mean_abs: float, tolerance: float, step: int) -> None:
-    """Raise EngineMismatchError if the mean |difference| at `step`, in nats, is above `tolerance` or not a number."""
-    if mean_abs <= tolerance:  # not `>` and raise: a comparison with NaN is False
+    """Raise EngineMismatchError if the mean |difference| at `step`, in nats, is above `tolerance`."""
+    if mean_abs <= tolerance:
         return
-    tolerance_text = f"{2 * mean_abs:.1g}" if math.isfinite(mean_abs) else "N"
     raise EngineMismatchError(
         f"After the sync of step {step} the engine's log-probs of a fixed prompt differ from the trainer's by "
         f"{mean_abs:.3g} nats per token on average, and {tolerance:g} is allowed: the engine samples from other "
         f"weights than the trainer trains. Check that the weights were synced to the engine. If only rounding differs, "
-        f"raise the limit with --set rollout.logprob_tolerance={tolerance_text}, or compute in higher "
+        f"raise the limit with --set rollout.logprob_tolerance={2 * mean_abs:.1g}, or compute in higher "
         f"precision with --set model.dtype=float32."
     )
 
@@ -94,7 +92,7 @@ STARTING_UTILIZATION = 0.01
 and the memory plan has already checked that a run fits."""
 
 GatherWeights = Callable[[], AbstractContextManager[None]]
-"""Returns a context in which the trainer's weights are readable (see `Backend.gather_weights`)."""
+"""Returns a context in which the trainer's weights are readable (see `TorchBackend.gather_weights`)."""
 
 
 class Engine:
@@ -141,33 +139,15 @@ class Engine:
         """Shut down the engine and free its own memory, if any."""
 
 
-class SyncedSampler(Sampler, Protocol):
-    """A sampler with its own copy of the policy's weights (see `trainable.rollout.vllm_sampler.VllmSampler`)."""
-
-    is_sleeping: bool = False
-    """Whether its weights have been discarded until the next `update_weights`."""
-
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy all weights, given by their hub names; wake the sampler."""
-
-    def compute_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
-        """Compute log-probs (T - 1,) of each row's tokens after the first, at temperature 1, with this copy."""
-
-    def sleep(self) -> None:
-        """Discard the weights to free device memory, if supported."""
-        return
-
-    def close(self) -> None:
-        """Free all memory."""
-        return
-
-
-class CopySampler(SyncedSampler):
-    """Samples from `copy`, which has the policy's weights only after `update_weights`.
+class CopySampler:
+    """Samples from `copy`, which has the policy's weights only after `update_weights`, as `VllmSampler` does.
 
     It allows studying engines whose log-probs differ from the trainer's on any machine. copy: the policy's model,
-    loaded again, which never sleeps. sampler: a sampler of `copy.model`.
+    loaded again. sampler: a sampler of `copy.model`.
     """
+
+    is_sleeping = False
+    """Whether its weights have been discarded until the next `update_weights`. A copy never sleeps."""
 
     def __init__(self, copy: Policy, sampler: Sampler) -> None:
         self.model, self.sampler = copy.model, sampler
@@ -190,6 +170,12 @@ class CopySampler(SyncedSampler):
         device = self.model.model.embed_tokens.weight.device
         return [compute_row_logprobs(self.model, torch.tensor([ids], device=device)).cpu().numpy() for ids in token_ids]
 
+    def sleep(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
 
 class SyncedEngine(Engine):
     """Samples in the trainer's process with a sampler that has its own copy of the weights.
@@ -197,11 +183,11 @@ class SyncedEngine(Engine):
     prompt: token ids of the fixed prompt whose log-probs are compared after each sync.
     """
 
-    sampler: SyncedSampler
+    sampler: "CopySampler | VllmSampler"
 
     def __init__(
         self,
-        sampler: SyncedSampler,
+        sampler: "CopySampler | VllmSampler",
         config: RunConfig,
         policy: Policy,
         device: torch.device,
@@ -289,7 +275,7 @@ def iter_noisy_weights(model: LanguageModel, noise: float, rng: np.random.Genera
 
 def _make_vllm_sampler(config: RunConfig, policy: Policy, device: torch.device, context_length: int) -> "VllmSampler":
     """Start vLLM. Raise ValueError if vLLM is missing or the names of the model's tensors do not match."""
-    from trainable.rollout.vllm_sampler import LM_HEAD_NAME, EngineSettings, VllmSampler, read_weight_shapes
+    from trainable.rollout.vllm_sampler import LM_HEAD_NAME, VllmSampler, read_weight_shapes
 
     # This check is quick. Without it, vLLM would start, and only the first sync would fail. A tied head may be missing
     # in the files.
@@ -307,16 +293,16 @@ def _make_vllm_sampler(config: RunConfig, policy: Policy, device: torch.device, 
     has_fraction = rollout.gpu_memory_utilization is not None
     return VllmSampler(
         policy.folder,
-        EngineSettings(
-            device,
-            config.model.dtype,
-            context_length,
-            gpu_fraction * (rollout.gpu_memory_utilization or STARTING_UTILIZATION),
-            None if has_fraction else _compute_cache_bytes(config, policy.model.shape, context_length),
-            enforce_eager=rollout.enforce_eager,
-            enable_sleep_mode=rollout.free_cache_engine,
-            head_dtype=config.model.head_dtype,
+        device,
+        dtype=config.model.dtype,
+        max_model_len=context_length,
+        gpu_memory_utilization=gpu_fraction * (rollout.gpu_memory_utilization or STARTING_UTILIZATION),
+        kv_cache_memory_bytes=(
+            None if has_fraction else _compute_cache_bytes(config, policy.model.shape, context_length)
         ),
+        enforce_eager=rollout.enforce_eager,
+        enable_sleep_mode=rollout.free_cache_engine,
+        hf_overrides={"head_dtype": config.model.head_dtype},
     )
 
 
@@ -332,18 +318,19 @@ def _compute_cache_bytes(config: RunConfig, shape: Shape, context_length: int) -
     return max(cache_bytes, compute_conversation_kv_bytes(shape, config, context_length + 128))
 
 
-def make_engine(
+def make_engines(
     config: RunConfig,
     policy: Policy,
     device: torch.device,
     prompt: list[int],
     context_length: int,
     gather_weights: GatherWeights,
-) -> Engine:
-    """Make the engine that rollout.name selects. With vLLM or weight noise, it has its own copy of the weights.
+) -> tuple[Engine, Engine]:
+    """Make the engine that rollout.name selects, and the engine of evaluations, which has no weight noise.
 
-    context_length: maximum tokens per conversation. For the other arguments see `SyncedEngine`. Raises ValueError if
-    vLLM cannot be used.
+    With vLLM or weight noise, the first one has its own copy of the weights. vLLM evaluates with noise, too, because a
+    run has no room for a second engine. context_length: maximum tokens per conversation. For the other arguments see
+    `SyncedEngine`. Raises ValueError if vLLM cannot be used.
     """
     if config.rollout.uses_vllm:
         reserved_bytes = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
@@ -351,22 +338,14 @@ def make_engine(
         if config.rollout.free_cache_engine and device.type == "cuda":
             engine_bytes = torch.cuda.memory_reserved(device) - reserved_bytes
             allow_for_engine(device, config.trainer.n_gpus_per_node, engine_bytes)
-        return SyncedEngine(vllm_sampler, config, policy, device, prompt, gather_weights)
+        vllm_engine = SyncedEngine(vllm_sampler, config, policy, device, prompt, gather_weights)
+        return vllm_engine, vllm_engine
+    engine = Engine(_make_local_sampler(config, policy), gather_weights)
     if config.rollout.weight_noise:
         copy = load_policy(config.model.path, device, make_pass_settings(config.model), config.model.chat_format)
         copy_sampler = CopySampler(copy, _make_local_sampler(config, copy))
-        return SyncedEngine(copy_sampler, config, policy, device, prompt, gather_weights)
-    return Engine(_make_local_sampler(config, policy), gather_weights)
-
-
-def make_evaluation_engine(config: RunConfig, policy: Policy, engine: Engine, gather_weights: GatherWeights) -> Engine:
-    """Make the engine for validations and tests: `engine` itself, or one without the noise of rollout.weight_noise.
-
-    vLLM evaluates with noise, too, because a run has no room for a second engine.
-    """
-    if config.rollout.weight_noise and not config.rollout.uses_vllm:
-        return Engine(_make_local_sampler(config, policy), gather_weights)
-    return engine
+        return SyncedEngine(copy_sampler, config, policy, device, prompt, gather_weights), engine
+    return engine, engine
 
 
 def _make_local_sampler(config: RunConfig, policy: Policy) -> Sampler:

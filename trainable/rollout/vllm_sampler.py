@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,27 +35,6 @@ _MEMORY_ASSERTION = "Memory usage increased after sleeping"
 """Part of the message of an assertion at the end of vLLM 0.32's `sleep`."""
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """Settings of a vLLM engine.
-
-    device: where the engine samples; a GPU must be the first visible one of the process. dtype: of computations, as
-    vLLM names it (float32, bfloat16, float16). max_model_len: maximum tokens per conversation. gpu_memory_utilization:
-    fraction of the GPU for weights, activations and KV cache. kv_cache_memory_bytes: size of the KV cache, which
-    overrides this fraction; on a CPU the default is CPU_CACHE_BYTES. enforce_eager: run without CUDA graphs.
-    enable_sleep_mode: let `sleep` free the GPU memory of weights and cache. head_dtype: of logits, model or float32.
-    """
-
-    device: torch.device
-    dtype: str
-    max_model_len: int
-    gpu_memory_utilization: float = 0.5
-    kv_cache_memory_bytes: int | None = None
-    enforce_eager: bool = True
-    enable_sleep_mode: bool = False
-    head_dtype: str = "model"
-
-
 class VllmSampler:
     """Samples from a vLLM engine of the model in `folder`. Until the first sync, it has the weights on disk.
 
@@ -64,18 +42,22 @@ class VllmSampler:
     torch.distributed is initialized, because vLLM joins the existing process group when it starts. Later calls are
     independent of other ranks.
 
+    device: where the engine samples; a GPU must be the first visible one of the process. options: arguments of vLLM's
+    `LLM`, such as dtype, max_model_len and the size of the KV cache, on a CPU CPU_CACHE_BYTES by default.
+
     Raises ValueError, with the command that installs the right package, if vLLM is missing or the wrong build.
     """
 
-    def __init__(self, folder: Path, settings: EngineSettings) -> None:
-        self.settings = settings
+    def __init__(self, folder: Path, device: torch.device, **options: Any) -> None:
+        arguments = _make_engine_arguments(device.type == "cpu", options)
+        self.device, self.can_sleep = device, bool(arguments.get("enable_sleep_mode"))
         self.weight_shapes = read_weight_shapes(folder)
         self.is_sleeping = False
-        set_environment(os.environ, settings.device)  # before vLLM is imported, since it reads the variables
-        engine_class = _import_engine(settings.device)
+        set_environment(os.environ, device)  # before vLLM is imported, since it reads the variables
+        engine_class = _import_engine(device)
         hide_llvmlite_functions()
-        with _lock_gpu_memory(settings.device):
-            self.llm = engine_class(model=str(folder), **_make_engine_arguments(settings))
+        with _lock_gpu_memory(device):
+            self.llm = engine_class(model=str(folder), **arguments)
 
     def start_conversation(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, rngs: Sequence[np.random.Generator]
@@ -109,7 +91,7 @@ class VllmSampler:
         # Wake only the weights' memory, as vLLM's documentation of sleep mode recommends, because loading needs memory,
         # too. The cache comes back below.
         if self.is_sleeping:
-            with _lock_gpu_memory(self.settings.device):
+            with _lock_gpu_memory(self.device):
                 self.llm.wake_up(tags=["weights"])
         errors: list[str] = []  # filled by the generator `check_weights` while vLLM iterates
         checked_weights = check_weights(weights, self.weight_shapes, errors)
@@ -121,7 +103,7 @@ class VllmSampler:
                 f"model once, in its shape and under its name on the hub, including a tied {LM_HEAD_NAME}."
             )
         if self.is_sleeping:
-            with _lock_gpu_memory(self.settings.device):
+            with _lock_gpu_memory(self.device):
                 self.llm.wake_up()
             self.is_sleeping = False
         # Otherwise keys of old weights are reused for the same prompts: in a test, log-probs were 3.9 nats off.
@@ -131,11 +113,11 @@ class VllmSampler:
     def sleep(self) -> None:
         """Free the GPU memory of weights and cache until `update_weights`. No conversation may be open.
 
-        Does nothing on a CPU, without `enable_sleep_mode`, or if the engine is asleep already.
+        Does nothing on a CPU, without vLLM's `enable_sleep_mode`, or if the engine is asleep already.
         """
         # Level 2 discards the weights. Level 1 would copy them to host memory and back, only to be overwritten.
-        if self.settings.enable_sleep_mode and self.settings.device.type == "cuda" and not self.is_sleeping:
-            with _lock_gpu_memory(self.settings.device):
+        if self.can_sleep and not self.is_sleeping:
+            with _lock_gpu_memory(self.device):
                 try:
                     self.llm.sleep(level=2)
                 except AssertionError as error:
@@ -168,7 +150,7 @@ class VllmSampler:
             self.llm.llm_engine.engine_core.shutdown()
             del self.llm
             gc.collect()  # frees tensors in reference cycles
-            if self.settings.device.type == "cuda":
+            if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
 
@@ -334,28 +316,27 @@ def _import_engine(device: torch.device) -> Any:
     return LLM
 
 
-def _make_engine_arguments(settings: EngineSettings) -> dict[str, object]:
+def _make_engine_arguments(is_cpu: bool, options: Mapping[str, Any]) -> dict[str, Any]:
     """Make the arguments of vLLM's engine, without a tokenizer, since the episode loop encodes and decodes all text."""
-    cache_bytes = settings.kv_cache_memory_bytes
-    if cache_bytes is None and settings.device.type == "cpu":
-        cache_bytes = CPU_CACHE_BYTES
+    # On a CPU, it neither sleeps nor uses CUDA graphs, and rows with a seed fail if their prompt is split into chunks:
+    # "CPU Generator does not use offset".
+    cpu_options = {
+        "enforce_eager": True,
+        "enable_sleep_mode": False,
+        "enable_chunked_prefill": False,
+        "kv_cache_memory_bytes": options.get("kv_cache_memory_bytes") or CPU_CACHE_BYTES,
+    }
     return {
-        "dtype": settings.dtype,
-        "hf_overrides": {"head_dtype": settings.head_dtype},
-        "max_model_len": settings.max_model_len,
         "max_num_seqs": VLLM_MAX_SEQS,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "kv_cache_memory_bytes": cache_bytes,
-        "enforce_eager": settings.enforce_eager or settings.device.type == "cpu",  # CUDA graphs are for GPUs only
-        "enable_sleep_mode": settings.enable_sleep_mode and settings.device.type == "cuda",  # for GPUs only
         "enable_prefix_caching": True,  # every turn passes the full history, and only its end is new
-        # On a CPU, rows with a seed fail if their prompt is split into chunks: "CPU Generator does not use offset".
-        "enable_chunked_prefill": settings.device.type != "cpu",
+        "enable_chunked_prefill": True,
         "logprobs_mode": "processed_logprobs",  # after the temperature; at temperature 1 for greedy rows
         "generation_config": "vllm",  # vLLM's defaults, because the model's file may set top_p or others
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
+        **options,
+        **(cpu_options if is_cpu else {}),
     }
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.oracles import algo as oracle
 from tests.strategies.algo import Sequences, discounts, examples, sequences
-from trainable.algo.advantages import bi_level_gae, compute_overlong_penalty, conserve_rewards, gae
+from trainable.algo.advantages import bi_level_gae, compute_overlong_penalty, gae
 from trainable.algo.reductions import masked_whiten
 
 
@@ -19,17 +19,6 @@ def make_double(x: object) -> Tensor:
 
 
 @examples
-@given(sequences())
-def test_conserved_rewards_equal_the_loop(batch: Sequences) -> None:
-    expected = [oracle.conserve_rewards(reward_row, mask_row) for reward_row, _, mask_row in list_rows(batch)]
-    moved_rewards = conserve_rewards(batch.rewards, batch.mask)
-    torch.testing.assert_close(moved_rewards, make_double(expected))
-    expected = torch.where(batch.mask.any(dim=1), batch.rewards.sum(dim=1), 0)
-    torch.testing.assert_close(moved_rewards.sum(dim=1), expected)
-    assert not moved_rewards[~batch.mask].any()
-
-
-@examples
 @given(sequences(), discounts, discounts)
 def test_gae_equals_the_literal_double_sum(batch: Sequences, gamma: float, lam: float) -> None:
     expected = [oracle.gae(*row, gamma, lam) for row in list_rows(batch)]
@@ -37,9 +26,7 @@ def test_gae_equals_the_literal_double_sum(batch: Sequences, gamma: float, lam: 
     torch.testing.assert_close(advantages, make_double([row_advantages for row_advantages, _ in expected]))
     torch.testing.assert_close(returns, make_double([row_returns for _, row_returns in expected]))
     # Where trained, it is also the published recursion.
-    batch = batch._replace(rewards=torch.where(batch.mask, batch.rewards, 0))
     published = make_double([oracle.published_gae(*row, gamma, lam) for row in list_rows(batch)])
-    advantages = gae(batch.rewards, batch.values, batch.mask, gamma, lam).advantages
     torch.testing.assert_close(advantages[batch.mask], published[batch.mask])
 
 

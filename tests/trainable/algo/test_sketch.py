@@ -12,7 +12,7 @@ DRAWS, SIZE = 4000, 4
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("x", "y"), [(X, Y), (X, X), (X, -Y)])
+@pytest.mark.parametrize(("x", "y"), [(X, Y), (X, X)])
 def test_products_are_unbiased_and_vary_as_said(x: torch.Tensor, y: torch.Tensor) -> None:
     products = [float(count_sketch([x], SIZE, seed) @ count_sketch([y], SIZE, seed)) for seed in range(DRAWS)]
     sketch_products, exact_product = torch.tensor(products, dtype=torch.float64), float(x @ y)

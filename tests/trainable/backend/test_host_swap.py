@@ -16,8 +16,9 @@ from trainable.ppo.trainer import PPOTrainer
 CPU = torch.device("cpu")
 IN_TORCH = {"rollout__name": "torch", "model__compiled_passes": False}
 KL = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1}
+ONE_GROUP = {"env__env_groups": 1, "filter__rollout_filter_include_zero": True}
 VARIANTS: dict[str, dict[str, object]] = {
-    "critic and reference": KL,
+    "critic and reference": {**KL, **ONE_GROUP},
     "shared trunk": {"critic__shared_trunk": True},
     "adapters": {**KL, "model__lora_rank": 4},
     "target policies": {

@@ -12,7 +12,7 @@ from tests.trainable.diagnostics.conftest import Rollout
 from tests.trainable.diagnostics.test_cross_scores import score_naively
 from trainable.config.sections import CollapseDetectionConfig
 from trainable.diagnostics.collapse import (
-    Diagnosis,
+    MovingAverages,
     ThoughtPairs,
     diagnose_episodes,
     is_due,
@@ -39,7 +39,7 @@ TIME_NAMES = {"seconds_collapse_first_turn", "seconds_collapse_multi_turn"}
 
 def diagnose(
     rollout: Rollout, seed: int = 0, averages: Mapping[str, Mapping[str, float]] | None = None, **settings: object
-) -> Diagnosis:
+) -> tuple[dict[str, float], dict[str, MovingAverages]]:
     detection_config = CollapseDetectionConfig(**{"num_samples": SAMPLES, "all_quantities": True, **settings})
     model, codec, episodes = rollout
     return diagnose_episodes(model, codec, episodes, detection_config, averages or {}, np.random.default_rng(seed))
@@ -93,7 +93,7 @@ def select_sample(row: Mapping[str, float], sample: str) -> dict[str, float]:
 @pytest.mark.parametrize("sample", ["first_turn", "trajectory"])
 def test_every_quantity_is_that_of_whole_sequences(rollout: Rollout, sample: str) -> None:
     expected = compute_literal_quantities(rollout.model, draw_pairs(rollout, 5)[sample])
-    quantities = select_sample(diagnose(rollout, 5).row, sample)
+    quantities = select_sample(diagnose(rollout, 5)[0], sample)
     assert quantities.keys() == expected.keys()
     assert quantities == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
@@ -107,7 +107,7 @@ def test_the_score_of_a_thought_is_that_of_the_sampler(rollout: Rollout) -> None
             while not np.array_equal(episode.tokens[start : start + length], turns[0].thought):
                 start += 1  # skips a blank before the thought
             entropies.append(-float(episode.logprobs[start : start + length].sum(dtype=np.float64)))
-    row = diagnose(rollout, num_samples=64).row
+    row, _ = diagnose(rollout, num_samples=64)
     assert row["collapse_first_turn_num_valid"] == len(entropies) > 10
     assert row["collapse_first_turn_conditional_entropy_seq_est"] == pytest.approx(np.mean(entropies), rel=1e-4)
 
@@ -122,7 +122,7 @@ def test_the_shuffled_control_has_its_expected_accuracy(rollout: Rollout, sample
     predicted_classes = [classes[oracle.select_top_k(scores, 1)[0]] for scores in score_pairs(rollout.model, pairs)]
     matches = sum(predicted_classes.count(class_id) * own_classes.count(class_id) for class_id in set(classes))
     expected = matches / len(own_classes) ** 2
-    row = diagnose(partial_rollout).row
+    row, _ = diagnose(partial_rollout)
     # The accuracy of one shuffle has a standard error of at most about 1 / sqrt(12), the mean of 100 a tenth of that.
     assert row[f"collapse_{sample}_retrieval_shuffled"] == pytest.approx(expected, abs=0.1)
     assert row[f"collapse_{sample}_retrieval_accuracy"] > expected + 0.2
@@ -134,8 +134,8 @@ def test_a_policy_without_attention_has_no_information_and_keeps_its_entropy(rol
     with torch.no_grad():
         for block in blind_model.model.blocks:
             block.self_attn.o_proj.weight.zero_()
-    blind_quantities = select_sample(diagnose(rollout._replace(model=blind_model)).row, "first_turn")
-    quantities = select_sample(diagnose(rollout).row, "first_turn")
+    blind_quantities = select_sample(diagnose(rollout._replace(model=blind_model))[0], "first_turn")
+    quantities = select_sample(diagnose(rollout)[0], "first_turn")
     for name in ("mi_estimate", "mi_seq_estimate", "mi_estimate_paper"):
         assert blind_quantities[name] == pytest.approx(0, abs=1e-5)
         assert quantities[name] > 0.1
@@ -146,39 +146,39 @@ def test_a_policy_without_attention_has_no_information_and_keeps_its_entropy(rol
 
 
 def test_averages_start_at_the_first_std_and_keep_nine_tenths(rollout: Rollout) -> None:
-    first = diagnose(rollout, 0)
-    second = diagnose(rollout, 1, first.averages)
+    first_row, first_averages = diagnose(rollout, 0)
+    second_row, second_averages = diagnose(rollout, 1, first_averages)
     for sample in ("first_turn", "trajectory"):
-        first_quantities, second_quantities = select_sample(first.row, sample), select_sample(second.row, sample)
-        assert first.averages[sample] == {name: first_quantities[name] for name in first.averages[sample]}
+        first_quantities, second_quantities = select_sample(first_row, sample), select_sample(second_row, sample)
+        assert first_averages[sample] == {name: first_quantities[name] for name in first_averages[sample]}
         expected = compute_smoothed([first_quantities, second_quantities])
         assert {name: second_quantities[name] for name in expected} == pytest.approx(expected, rel=1e-12)
-        average = second.averages[sample]["marginal_std"]
+        average = second_averages[sample]["marginal_std"]
         assert average == second_quantities["marginal_std_ema"] != first_quantities["marginal_std"]
 
 
 def test_a_sample_that_is_not_measured_leaves_its_average_as_it_was(rollout: Rollout) -> None:
-    averages = diagnose(rollout).averages
-    new_averages = diagnose(rollout, 1, averages, first_turn_enabled=False).averages
+    _, averages = diagnose(rollout)
+    _, new_averages = diagnose(rollout, 1, averages, first_turn_enabled=False)
     assert new_averages["first_turn"] == averages["first_turn"]
     assert new_averages["trajectory"] != averages["trajectory"]
-    assert diagnose(remove_thought_ends(rollout), 1, averages).averages == averages
+    assert diagnose(remove_thought_ends(rollout), 1, averages)[1] == averages
 
 
 # ---------------------------------------------------------------------------- randomness and side effects
 
 
 def test_switching_a_sample_off_leaves_the_other_as_it_is(rollout: Rollout) -> None:
-    row_of_both = drop_times(diagnose(rollout).row)
-    first_turn_row = drop_times(diagnose(rollout, multi_turn_enabled=False).row)
-    trajectory_row = drop_times(diagnose(rollout, first_turn_enabled=False).row)
+    row_of_both = drop_times(diagnose(rollout)[0])
+    first_turn_row = drop_times(diagnose(rollout, multi_turn_enabled=False)[0])
+    trajectory_row = drop_times(diagnose(rollout, first_turn_enabled=False)[0])
     assert row_of_both == {**first_turn_row, **trajectory_row}
     assert first_turn_row.keys() == COVERAGE_COLUMNS | FIRST_TURN_COLUMNS - TIME_NAMES
     assert trajectory_row.keys() == COVERAGE_COLUMNS | TRAJECTORY_COLUMNS
-    diagnosis = diagnose(rollout, averages={"first_turn": {}}, first_turn_enabled=False, multi_turn_enabled=False)
+    row, averages = diagnose(rollout, averages={"first_turn": {}}, first_turn_enabled=False, multi_turn_enabled=False)
     turns = [turn for episode in read_turns(rollout.episodes, rollout.codec) for turn in episode]
-    assert diagnosis.row == {"collapse_valid_thinking_rate": sum(turn.is_valid for turn in turns) / len(turns)}
-    assert diagnosis.averages == {"first_turn": {}}
+    assert row == {"collapse_valid_thinking_rate": sum(turn.is_valid for turn in turns) / len(turns)}
+    assert averages == {"first_turn": {}}
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -205,18 +205,19 @@ def test_model_gradients_and_global_randomness_are_left_alone(training: bool) ->
 
 
 def test_a_row_has_the_columns_of_the_records(rollout: Rollout) -> None:
-    row = diagnose(rollout).row
+    row, averages = diagnose(rollout)
     assert row.keys() == COLUMNS
     assert all(type(value) in (int, float) and np.isfinite(value) for value in row.values())
     assert {name for name in row if name in TIME_COLUMNS} == TIME_NAMES
     assert len(COLUMNS) == 2 * 38 + 4 + 2
     # Without the setting, a row has fewer columns with the same numbers.
-    averages = diagnose(rollout).averages
-    full_diagnosis, regular_diagnosis = (diagnose(rollout, 1, averages, all_quantities=each) for each in (True, False))
-    assert regular_diagnosis.row.keys() == REGULAR_COLUMNS
-    regular_row = drop_times(regular_diagnosis.row)
-    assert regular_row == {name: full_diagnosis.row[name] for name in regular_row}
-    assert regular_diagnosis.averages == full_diagnosis.averages
+    (full_row, full_averages), (regular_row, regular_averages) = (
+        diagnose(rollout, 1, averages, all_quantities=each) for each in (True, False)
+    )
+    assert regular_row.keys() == REGULAR_COLUMNS
+    regular_row = drop_times(regular_row)
+    assert regular_row == {name: full_row[name] for name in regular_row}
+    assert regular_averages == full_averages
     assert len(REGULAR_COLUMNS) == 2 * 10 + 4 + 2
 
 
@@ -244,10 +245,10 @@ def test_one_group_has_no_first_turn_sample(rollout: Rollout) -> None:
     twins = [episode._replace(group=1) for episode in one_group.episodes]
     twin_groups = one_group._replace(episodes=[*one_group.episodes, *twins])
     for group_rollout in (one_group, twin_groups):
-        diagnosis = diagnose(group_rollout)
-        assert diagnosis.row.keys() == COVERAGE_COLUMNS | FIRST_TURN_COUNTS | TRAJECTORY_COLUMNS | TIME_NAMES
-        assert diagnosis.row["collapse_first_turn_num_total"] == len(group_rollout.episodes)
-        assert diagnosis.averages.keys() == {"trajectory"}
+        row, averages = diagnose(group_rollout)
+        assert row.keys() == COVERAGE_COLUMNS | FIRST_TURN_COUNTS | TRAJECTORY_COLUMNS | TIME_NAMES
+        assert row["collapse_first_turn_num_total"] == len(group_rollout.episodes)
+        assert averages.keys() == {"trajectory"}
 
 
 def remove_thought_ends(rollout: Rollout) -> Rollout:
@@ -258,16 +259,16 @@ def remove_thought_ends(rollout: Rollout) -> Rollout:
 
 
 def test_without_a_thought_or_a_finite_score_there_is_only_coverage(rollout: Rollout) -> None:
-    diagnosis = diagnose(remove_thought_ends(rollout))
-    assert diagnosis.row.keys() == COVERAGE_COLUMNS | FIRST_TURN_COUNTS | TIME_NAMES
-    assert diagnosis.row["collapse_valid_thinking_rate"] == diagnosis.row["collapse_first_turn_num_valid"] == 0
-    assert diagnosis.averages == {}
+    row, averages = diagnose(remove_thought_ends(rollout))
+    assert row.keys() == COVERAGE_COLUMNS | FIRST_TURN_COUNTS | TIME_NAMES
+    assert row["collapse_valid_thinking_rate"] == row["collapse_first_turn_num_valid"] == 0
+    assert averages == {}
     broken_model = load_policy("sokoban-tiny", torch.device("cpu")).model
     with torch.no_grad():
         broken_model.model.norm.weight.mul_(3e38)
-    diagnosis = diagnose(rollout._replace(model=broken_model))
-    assert diagnosis.row.keys() == COVERAGE_COLUMNS | FIRST_TURN_COUNTS | TIME_NAMES
-    assert diagnosis.averages == {}
+    row, averages = diagnose(rollout._replace(model=broken_model))
+    assert row.keys() == COVERAGE_COLUMNS | FIRST_TURN_COUNTS | TIME_NAMES
+    assert averages == {}
 
 
 @pytest.mark.parametrize(

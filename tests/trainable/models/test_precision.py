@@ -342,9 +342,19 @@ def test_no_tensor_of_an_update_is_larger_than_the_bound(chunking: bool, monkeyp
 # ---------------------------------------------------------------------------- settings
 
 
+TWO_EPISODES = {
+    "env__env_groups": 1,
+    "env__group_size": 2,
+    "filter__rollout_filter_include_zero": True,
+    "actor__ppo_mini_batch_size": 2,
+    "critic__ppo_mini_batch_size": 2,
+}
+"""A step of two episodes, since passes in half precision are slow on a CPU."""
+
+
 @pytest.mark.long
 def test_settings_reach_every_network_of_a_run() -> None:
-    settings = {"model__dtype": "bfloat16", "model__enable_gradient_checkpointing": True}
+    settings = {**TWO_EPISODES, "model__dtype": "bfloat16", "model__enable_gradient_checkpointing": True}
     trainer = make_quiet_trainer(**settings, actor__use_kl_loss=True)
     assert trainer.critic is not None
     assert trainer.reference is not None

@@ -7,9 +7,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.fakes.scripted import make_episode, make_qwen2_shape, make_random_model
-from tests.fakes.trainers import make_quiet_trainer
-from trainable.config.seeds import make_rng
+from tests.fakes.scripted import (
+    make_episode,
+    make_qwen2_shape,
+    make_random_episodes,
+    make_random_model,
+    make_small_config,
+)
+from tests.fakes.trainers import QUIET_SETTINGS, make_quiet_trainer
 from trainable.ppo import phases
 from trainable.ppo.phases import (
     PhaseTimer,
@@ -18,6 +23,7 @@ from trainable.ppo.phases import (
     estimate_training_flops,
     measure_peak_flops,
 )
+from trainable.rollout.episode import collate
 
 
 def test_estimated_flops_match_torchs_counter() -> None:
@@ -70,13 +76,11 @@ def test_a_branch_samples_what_comes_after_its_node_alone() -> None:
     assert estimate_rollout_flops(sizes, [episode._replace(prefix_turns=1)]) == pytest.approx(expected)
 
 
-@pytest.mark.long
 def test_phases_that_are_off_have_no_flops() -> None:
+    shape, batch = make_qwen2_shape(), collate(make_random_episodes(8, 4))
+
     def estimate_phases(**overrides: object) -> dict[str, float]:
-        trainer = make_quiet_trainer(**overrides)
-        episodes = trainer.roll_out(trainer.levels[0], 4, "sampling")
-        batch, _, _ = trainer.prepare_batch(episodes, 2, 2, make_rng(0, "duplicates", 1))
-        return estimate_training_flops(trainer.model.shape, trainer.config, batch)
+        return estimate_training_flops(shape, make_small_config(**{**QUIET_SETTINGS, **overrides}), batch)
 
     assert set(estimate_phases(actor__use_kl_loss=False)) == {"values", "update_critic", "update_actor"}
     assert set(estimate_phases(algorithm__adv_estimator="grpo", actor__use_kl_loss=False)) == {"update_actor"}

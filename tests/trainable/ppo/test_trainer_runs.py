@@ -3,7 +3,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,25 +15,17 @@ from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.envs.sokoban.generate import make_test_levels
 from trainable.models.load import allow_for_engine, pick_device, prepare_device
 from trainable.ppo.evaluation import Evaluation, summarize_validation
+from trainable.ppo.phases import plan_step
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.records import TIME_COLUMNS
 
 # ---------------------------------------------------------------------------- evaluation
 
 
-BASE = [(0, "val", "sampled"), (0, "val", "greedy")]
-
-
-@pytest.mark.parametrize(
-    ("freq", "expected"),
-    [
-        (2, [BASE, [(2, "val", "sampled")], [(3, "val", "sampled")]]),
-        (0, [BASE, [], []]),
-    ],
-)
-def test_when_validation_happens(freq: int, expected: list[Any]) -> None:
-    trainer = PPOTrainer(make_small_config(trainer__test_freq=freq, env__val_env_groups=2, env__test_env_groups=0))
-    assert [[(e.step, e.split, e.mode) for e in trainer.step()[1]] for _ in range(3)] == expected
+@pytest.mark.parametrize(("freq", "expected"), [(2, [2, 3]), (0, [])])
+def test_when_validation_happens(freq: int, expected: list[int]) -> None:
+    config = make_small_config(trainer__test_freq=freq)
+    assert [step for step in (1, 2, 3) if plan_step(step, config).validation] == expected
 
 
 def test_the_base_policy_is_validated_before_the_first_update_only() -> None:
@@ -56,12 +47,13 @@ def test_the_base_policy_is_validated_before_the_first_update_only() -> None:
 
 @pytest.mark.long
 def test_validation_always_plays_the_same_levels_with_fresh_draws() -> None:
-    settings = {"trainer__test_freq": 1, "actor__lr": 1e-12, "critic__lr": 1e-12, "env__val_env_groups": 64}
-    trainer = PPOTrainer(make_small_config(**settings))
-    evaluations = [e for _ in range(3) for e in trainer.step()[1] if e.mode == "sampled"]
+    trainer, evaluations = PPOTrainer(make_small_config(env__val_env_groups=64)), list[Evaluation]()
+    for step in range(3):  # with the same policy
+        trainer.step_index = step
+        evaluations.append(trainer.evaluate("val", "sampled"))
     assert all(e.levels == tuple(range(123, 187)) for e in evaluations)
     assert len({e.clusters for e in evaluations}) == 1
-    assert len({e.successes for e in evaluations}) == len(evaluations) == 4
+    assert len({e.successes for e in evaluations}) == 3
 
 
 def test_success_on_unseen_levels_leaves_out_levels_of_the_training_run() -> None:
@@ -109,12 +101,11 @@ def test_without_test_levels_there_is_no_test() -> None:
 
 SCRIPT = """
 import json, sys, torch
-from tests.fakes.scripted import make_small_config
-from trainable.ppo.trainer import PPOTrainer
+from tests.fakes.trainers import make_quiet_trainer
 torch.set_num_threads(1)
 torch.manual_seed(1)  # global generators must not matter
-trainer = PPOTrainer(make_small_config(actor__use_kl_loss=True, actor__entropy_coeff=0.01))
-rows = [trainer.step().row for _ in range(3)]
+trainer = make_quiet_trainer(actor__use_kl_loss=True, actor__entropy_coeff=0.01)
+rows = [trainer.step().row for _ in range(2)]
 tensors, values = trainer.get_state()
 trainer.load_state(tensors, values)
 print(json.dumps([rows, sorted({"sympy", "torch._dynamo", "peft"} & set(sys.modules))]))
@@ -126,9 +117,9 @@ def test_another_process_writes_the_same_rows_and_imports_no_package_that_takes_
     root = Path(__file__).parents[3]
     process = subprocess.run([sys.executable, "-c", SCRIPT], cwd=root, capture_output=True, text=True, check=True)
     rows, slow_packages = json.loads(process.stdout)
-    trainer = PPOTrainer(make_small_config(actor__use_kl_loss=True, actor__entropy_coeff=0.01))
+    trainer = make_quiet_trainer(actor__use_kl_loss=True, actor__entropy_coeff=0.01)
     torch.manual_seed(2)
-    assert [drop_times(row) for row in rows] == run_steps(trainer, 3)
+    assert [drop_times(row) for row in rows] == run_steps(trainer, 2)
     # torch's compiler, and adapters that the run does not have.
     assert slow_packages == []
 
@@ -185,12 +176,12 @@ def test_the_state_holds_each_tensor_once_and_plain_values() -> None:
     assert values["step"] == 1
 
 
-@pytest.mark.parametrize("missing", ["actor/model.norm.weight", "actor/model.embed_tokens.weight", "critic/score.bias"])
-def test_a_state_that_lacks_a_weight_is_refused(missing: str) -> None:
+def test_a_state_that_lacks_a_weight_is_refused() -> None:
     trainer = make_quiet_trainer()
     tensors, values = trainer.get_state()
-    with pytest.raises(ValueError, match=missing.split("/")[1]):
-        trainer.load_state({name: tensor for name, tensor in tensors.items() if name != missing}, values)
+    for missing in ("actor/model.norm.weight", "actor/model.embed_tokens.weight", "critic/score.bias"):
+        with pytest.raises(ValueError, match=missing.split("/")[1]):
+            trainer.load_state({name: tensor for name, tensor in tensors.items() if name != missing}, values)
 
 
 # ---------------------------------------------------------------------------- seeds and levels

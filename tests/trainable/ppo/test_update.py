@@ -153,15 +153,13 @@ def test_the_batch_reaches_both_clips_and_every_epoch_repeats_all_mini_batches()
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("tokens", [1, 37])
-def test_gradients_do_not_depend_on_where_passes_are_cut(
-    tokens: int, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_do_not_depend_on_where_passes_are_cut(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ActorConfig(**CUT, loss_agg_mode=mode, entropy_coeff=0.1, use_kl_loss=True, kl_loss_type="mse")
     expected, _ = run_update(settings)
-    monkeypatch.setattr(update, "TOKENS_PER_PASS", {"cpu": tokens})
-    actual, _ = run_update(settings)
-    assert_same_steps(expected, actual)
+    for tokens in (1, 37):
+        monkeypatch.setattr(update, "TOKENS_PER_PASS", {"cpu": tokens})
+        actual, _ = run_update(settings)
+        assert_same_steps(expected, actual)
 
 
 @pytest.mark.parametrize("chunking", [True, False])

@@ -262,9 +262,8 @@ def test_a_token_that_the_model_does_not_have_is_refused() -> None:
             sampler.start_conversation([[5, token]], SamplingParams(0.0, 7, 2), np.random.default_rng(0).spawn(1))
 
 
-@pytest.mark.parametrize("layers", ["all-linear", ["up_proj"]], ids=str)
-def test_adapters_are_refused(layers: object) -> None:
-    settings = ModelConfig.model_validate({"lora_rank": 2, "lora_target_modules": layers})
+def test_adapters_are_refused() -> None:
+    settings = ModelConfig(lora_rank=2, lora_target_modules=("up_proj",))
     adapted = make_adapted_policy(make_random_model(make_qwen2_shape()), settings, np.random.default_rng(0))
     with pytest.raises(ValueError, match="does not support LoRA adapters"):
         CompiledSampler(adapted)

@@ -225,9 +225,10 @@ def test_a_sleeping_engine_wakes_once_per_rollout_or_sync_with_the_weights_of_th
     noise: float, recomputes: bool, is_empty: bool, wakes: int, random_folder: Path
 ) -> None:
     """A step that trains nothing is not followed by a sync, so the next rollout needs the old weights."""
-    settings = {**IN_TORCH, "rollout__recompute_logprobs": recomputes}
+    settings = {**IN_TORCH, "rollout__recompute_logprobs": recomputes, "env__env_groups": 1}
+    settings["filter__rollout_filter_include_zero"] = not is_empty
     if is_empty:  # the model in the folder never writes a valid answer
-        settings |= {"model__path": str(random_folder), "filter__rollout_filter_include_zero": False}
+        settings["model__path"] = str(random_folder)
     expected = run_steps(make_noisy_trainer(noise, **settings), 3)
     trainer, sampler = make_sleeping_trainer(noise, **settings)
     assert run_steps(trainer, 3) == expected

