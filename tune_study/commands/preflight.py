@@ -23,7 +23,7 @@ from tune_study.folder import outputs
 from tune_study.folder.origin import find_last_wandb
 from tune_study.host.console import print_error, print_json, print_line
 from tune_study.host.interrupt import TimeLimit, make_interrupt, start_time_limit
-from tune_study.host.machine_checks import Gpu, count_cpus, explain_long_path, find_ray_folder, measure_scratch_space
+from tune_study.host.machine_checks import count_cpus, explain_long_path, find_ray_folder, measure_scratch_space
 from tune_study.placement import disk, memory_plan, resources
 from tune_study.placement.memory_plan import GpuCapacity
 from tune_study.placement.model_files import (
@@ -56,8 +56,6 @@ class Launch(NamedTuple):
 
     plan: StudyPlan
     options: LaunchRequest
-    visible_gpus: tuple[Gpu, ...]
-    """The GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide."""
     nodes: tuple[Node, ...] | None = None
     """The nodes of the cluster; None for this machine."""
 
@@ -65,7 +63,6 @@ class Launch(NamedTuple):
 def start_studies(
     plans: Sequence[StudyPlan],
     options: LaunchRequest,
-    visible_gpus: tuple[Gpu, ...],
     dry_run: bool,
     console: Console,
     time_limit: TimeLimit | None = None,
@@ -74,7 +71,7 @@ def start_studies(
 ) -> int:
     """Check the requirements of all studies, then run them one after another; in a dry run, only print their plans.
 
-    visible_gpus: see `Launch`. time_limit: a limit that is already running; None to start one of --max-hours now.
+    time_limit: a limit that is already running; None to start one of --max-hours now.
     json_command: the command whose dry run prints the plans as JSON; empty for text.
     Returns the exit code: 0 if every study returns 0, or that of a misfit for a dry run of a study that does not fit.
     Raises PlanError before anything starts if a study cannot be run.
@@ -104,7 +101,7 @@ def start_studies(
         return execute_study(plan, study.resource_plan, console, options.skipped_statuses, time_limit, suite)
 
     with nullcontext() if options.address is None else cluster.join_cluster(options.address) as nodes:
-        launches = [Launch(plan, options, visible_gpus, nodes) for plan in plans]
+        launches = [Launch(plan, options, nodes) for plan in plans]
         if any(plan.model is not None for plan in plans):  # in a suite, --gpus is for the studies that use GPUs
             cpu_options = replace(options, gpus=None)
             launches = [launch if launch.plan.model else launch._replace(options=cpu_options) for launch in launches]
@@ -186,7 +183,6 @@ def make_plans_that_fit(
     make_plans: Callable[[ChosenPreset], list[StudyPlan]],
     request: StudyRequest,
     options: LaunchRequest,
-    visible_gpus: tuple[Gpu, ...],
 ) -> list[StudyPlan]:
     """Make the plans under the typed or default preset, and adapt them if the GPUs are too small.
 
@@ -197,12 +193,12 @@ def make_plans_that_fit(
     preset, reason = "laptop", "no CUDA GPU is visible"
     if request.preset is not None:
         preset, reason = request.preset, "set by --preset"
-    elif visible_gpus:
-        preset, reason = "paper", f"a CUDA GPU is visible ({visible_gpus[0].name})"
+    elif gpus := options.visible_gpus:
+        preset, reason = "paper", f"a CUDA GPU is visible ({gpus[0].name})"
     plans = make_plans(ChosenPreset(preset, reason))
     if options.address is not None:  # the GPUs of a cluster are not known here
         return plans
-    misfit, remedies = explain_misfit(plans, options, visible_gpus)
+    misfit, remedies = explain_misfit(plans, options)
     small_settings = PRESETS[preset].small_gpu_settings if preset in PRESETS else None
     if not misfit or not small_settings:
         return plans
@@ -212,7 +208,7 @@ def make_plans_that_fit(
         settings_text = ", ".join(f"{name}={value}" for name, value in small_settings.items())
         small_reason = f"{reason}; adapters instead of all weights ({settings_text}), which do not fit: {misfit}"
         small_plans = make_plans(ChosenPreset(preset, small_reason, small_settings))
-        if not explain_misfit(small_plans, options, visible_gpus)[0]:
+        if not explain_misfit(small_plans, options)[0]:
             return small_plans
     has_gpus = options.gpus is not None or options.gpu_memory_gib is not None
     if request.preset is not None or has_gpus or any(key.endswith(_GPU_SETTINGS) for key in keys):
@@ -221,12 +217,10 @@ def make_plans_that_fit(
     return make_plans(ChosenPreset("laptop", f"{reason}, but preset {preset} does not fit it: {misfit}; {advice}"))
 
 
-def explain_misfit(
-    plans: Sequence[StudyPlan], options: LaunchRequest, visible_gpus: tuple[Gpu, ...]
-) -> tuple[str, list[str]]:
+def explain_misfit(plans: Sequence[StudyPlan], options: LaunchRequest) -> tuple[str, list[str]]:
     """Return why the first study that does not fit this machine's GPUs does not, and options that make it fit."""
     for plan in plans:
-        memory = _estimate_requirements(Launch(plan, options, visible_gpus), dry_run=True).memory
+        memory = _estimate_requirements(Launch(plan, options), dry_run=True).memory
         if memory is not None and memory.capacity.is_known and not memory.fits:
             return memory_plan.describe_peak(memory), memory_plan.find_remedies(memory, plan.study)
     return "", []
@@ -287,14 +281,14 @@ def _estimate_requirements(
     launch: Launch, dry_run: bool = False, gpu_capacity: GpuCapacity | None = None
 ) -> PreparedStudy:
     """Plan what a study gets and needs. gpu_capacity: of the nodes of a cluster, if it is known."""
-    plan, options, visible_gpus, nodes = launch
+    plan, options, nodes = launch
     if nodes is not None and options.address is not None:
         resource_plan = cluster.allocate_cluster(
             plan, options.address, nodes, options.gpus, options.max_concurrent, options.wait_for_nodes
         )
     else:
         resource_plan = resources.preflight(
-            plan, options.gpus, visible_gpus, count_cpus(), options.max_concurrent, is_real=not dry_run
+            plan, options.gpus, options.visible_gpus, count_cpus(), options.max_concurrent, is_real=not dry_run
         )
     notes = list(resource_plan.notes)
     if options.wandb is None and (reason := find_last_wandb(plan.folder)[1]):
@@ -304,7 +298,7 @@ def _estimate_requirements(
 
         # A file wandb/settings in the current folder may have chosen the server.
         notes.append(f"W&B: rows are sent to {wandb.setup().settings.base_url}, project {plan.wandb_project}.")
-    used_gpus = tuple(gpu for gpu in visible_gpus if gpu.id in resource_plan.gpus)
+    used_gpus = tuple(gpu for gpu in options.visible_gpus if gpu.id in resource_plan.gpus)
     memory, settings = None, resource_plan.placement_settings
     if resource_plan.gpu_slots and plan.model is not None:
         gpu_capacity = gpu_capacity or resources.find_gpu_capacity(options.gpu_memory_gib, used_gpus)

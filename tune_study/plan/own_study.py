@@ -69,25 +69,11 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 """The name of a study: lower-case words joined by hyphens, since it names folders."""
 
 
-class StudySource(NamedTuple):
-    """Where the declaration of a study comes from."""
-
-    typed: str
-    """The path of its file, as it was typed; empty for a study that was declared in Python."""
-    text: str
-    """The content of the file."""
-
-    @property
-    def record(self) -> SourceFile:
-        """The record in study.json."""
-        return SourceFile(self.typed, PartFile(self.typed, self.text).sha256, self.text)
-
-
 class OwnStudy(NamedTuple):
-    """A study from a user's file or from Python, and where its declaration comes from."""
+    """A study from a user's file or from Python, and that file, whose path is empty if it was declared in Python."""
 
     study: Study
-    source: StudySource
+    source: PartFile
 
 
 def load_own_study(typed: str) -> OwnStudy:
@@ -102,7 +88,7 @@ def load_own_study(typed: str) -> OwnStudy:
         path = format_value(typed, 1000)
         raise PlanError(f"{path} has no Study called {VARIABLE}: `{NEW_COMMAND}` writes a file that has one.")
     check_study(study, typed)
-    return OwnStudy(study, StudySource(typed, file.text))
+    return OwnStudy(study, file)
 
 
 def load_typed_code(study: str | None, code_paths: Sequence[str] | None) -> OwnStudy | None:

@@ -26,7 +26,7 @@ from trainable.runs.study_record import (
     is_run_id,
 )
 from tune_study.plan.errors import PlanError
-from tune_study.plan.own_study import StudySource, list_resume_options
+from tune_study.plan.own_study import list_resume_options
 from tune_study.plan.search import make_point_study
 from tune_study.plan.storage_uri import join_uri
 from tune_study.plan.typed_settings import is_same_number, parse_number
@@ -43,11 +43,8 @@ class RunSpec:
 
     run_id: str
     """Unique name of the run and of its folder."""
-    study_name: str
     arm: str
     """Value of the axis, as it was typed."""
-    label: str
-    """The arm as it appears in file names."""
     seed: int
     experiment_name: str
     """Name of the arm's experiment, the same for all seeds."""
@@ -123,8 +120,8 @@ class StudyPlan:
     """Further seeds of single arms (the baseline, or arms that a look left open), by axis value."""
     max_seeds: int | None = None
     """Number of seeds per arm up to which seeds are added to open arms; None if seeds are fixed."""
-    source: StudySource | None = None
-    """Where the study is declared, a file or Python code; None for a study of this package."""
+    source: PartFile | None = None
+    """The file that declares the study, without a path if Python code does; None for a study of this package."""
     confirms: ConfirmedStudy | None = None
     """The study that this one confirms, if any."""
     forks: ForkedStudy | None = None
@@ -151,7 +148,7 @@ class StudyPlan:
     @property
     def resume_options(self) -> tuple[str, ...]:
         """What `resume` needs besides the folder."""
-        return list_resume_options(self.source.typed if self.source else None, [file.path for file in self.code])
+        return list_resume_options(self.source.path if self.source else None, [file.path for file in self.code])
 
     @property
     def ppo_config(self) -> RunConfig:
@@ -384,8 +381,7 @@ def plan_runs(plan: StudyPlan) -> StudyPlan:
             log_path = Path("logs") / fill_template(templates.log, **fields)
             checkpoint_dir = Path("model_saving") / fill_template(templates.checkpoints, **fields)
             config = arms[value].model_copy(update={"seed": seed})
-            names = (run_id, study.name, value, fields["label"], seed, name)
-            runs.append(RunSpec(*names, config, log_path, checkpoint_dir))
+            runs.append(RunSpec(run_id, value, seed, name, config, log_path, checkpoint_dir))
     plan = replace(plan, run=run, runs=tuple(runs), extra_seeds=further)
     _check_names(plan)
     return plan
