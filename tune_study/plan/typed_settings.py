@@ -69,9 +69,7 @@ def collect_overrides(
         if name == "seed":  # without effect, since every run has its own seed
             raise PlanError("`seed` is not a setting of a study: type --seeds N to run the seeds 0 to N-1.")
         if name in overrides:
-            raise PlanError(
-                f"`{name}` is given twice (`--set {format_value(assignment)}` is the second): give it once."
-            )
+            raise PlanError(f"`{name}` is given twice (`{format_value(assignment)}` is the second): give it once.")
         overrides[name] = value.strip()
     for name in set() if is_axis_free else study.axis.swept_fields & overrides.keys():
         raise PlanError(
@@ -185,12 +183,12 @@ def is_same_number(text: str, other_text: str) -> bool:
 def merge_assignments(files: Iterable[Path], typed: Iterable[str]) -> tuple[str, ...]:
     """Merge the `key=value` lines of files with typed assignments, which take precedence.
 
-    Empty lines and text after a `#` are ignored. Two spellings of one setting are refused later, as given twice. Raises
-    PlanError, naming file and line, if a file cannot be read, a line has another form, or the files have a key twice.
+    Empty lines and text after a `#` are ignored. A setting that is given twice is refused later. Raises PlanError,
+    naming file and line, if a file cannot be read or a line has another form.
     """
     typed = tuple(typed)
     typed_keys = {assignment.partition("=")[0].strip() for assignment in typed}
-    assignments: dict[str, str] = {}
+    assignments: list[str] = []
     for path in files:
         name = f"--config {format_value(str(path), 1000)}"
         try:
@@ -208,10 +206,6 @@ def merge_assignments(files: Iterable[Path], typed: Iterable[str]) -> tuple[str,
                 raise PlanError(
                     f"{name}, line {number}: {format_value(line.strip())} is not key=value, such as actor.lr=1e-5."
                 )
-            if key in assignments:
-                raise PlanError(
-                    f"{name} sets `{format_value(key)}` a second time ({format_value(assignments[key])}, "
-                    f"{format_value(f'{key}={value}')}): set it once."
-                )
-            assignments[key] = f"{key}={value}"
-    return (*(entry for key, entry in assignments.items() if key not in typed_keys), *typed)
+            if key not in typed_keys:
+                assignments.append(f"{key}={value}")
+    return (*assignments, *typed)

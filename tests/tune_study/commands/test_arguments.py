@@ -60,7 +60,7 @@ def test_what_is_typed_comes_before_what_a_file_says(work_dir: Path) -> None:
     ("text", "message"),
     [
         ("actor.lr=1e-4\nactor.lr\n", "--config my.conf, line 2: actor.lr is not key=value, such as actor.lr=1e-5."),
-        ("actor.lr=1e-4\nactor.lr=1e-5", "sets `actor.lr` a second time (actor.lr=1e-4, actor.lr=1e-5): set it once."),
+        ("actor.lr=1e-4\nactor.lr=1e-5", "`actor.lr` is given twice (`actor.lr=1e-5` is the second): give it once."),
     ],
 )
 def test_a_file_of_another_form_is_refused(work_dir: Path, text: str, message: str) -> None:
