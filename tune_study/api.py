@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from search_spaces.declaration.study import Study
 from trainable.config.own_parts import PartFile
-from tune_study.commands.requests import ChosenPreset, LaunchRequest, RunRequest, plan_from_options
+from tune_study.commands.requests import LaunchRequest, RunRequest, plan_from_options
 from tune_study.host.console import make_console
 from tune_study.plan.own_study import check_study, load_typed_files
-from tune_study.plan.study_plan import StudyPlan
 
 if TYPE_CHECKING:
     from analysis.notebook.frames import NotebookFrames
@@ -65,11 +65,8 @@ def run(
         **options,
     )
     load_typed_files(request.code or [])
-
-    def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
-        return [plan_from_options(study, preset, request, describe_source(study))]
-
-    (plan,) = make_plans_that_fit(make_plans, request, launch)
+    make_plan = partial(plan_from_options, request=request)
+    (plan,) = make_plans_that_fit(make_plan, [(study, describe_source(study))], request, launch)
     exit_code = start_studies([plan], launch, False, make_console())
     if exit_code:
         raise RuntimeError(f"The study in {plan.folder} ended with code {exit_code}: see the lines above.")

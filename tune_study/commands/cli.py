@@ -4,13 +4,12 @@ Modules that need Ray or torch are imported inside the commands that use them, s
 """
 
 import atexit
-import errno
-import functools
 import gc
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial, wraps
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -38,7 +37,6 @@ from tune_study.commands.arguments import (
 )
 from tune_study.commands.preflight import make_plans_that_fit, start_studies
 from tune_study.commands.requests import (
-    ChosenPreset,
     LaunchRequest,
     ProbeRequest,
     RunRequest,
@@ -98,20 +96,13 @@ def main() -> None:
 def report_errors(command: Command) -> Command:
     """Decorate a command: print invalid input as a paragraph on stderr; exit with 2, or 3 if a study does not fit."""
 
-    @functools.wraps(command)
+    @wraps(command)
     def run_command(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
         except (ConfigError, PlanError, OwnPartError, UnsafePathError) as error:
             print_error(f"tune_study: {error}")
             raise typer.Exit(getattr(error, "exit_code", PlanError.exit_code)) from None
-        except OSError as error:
-            if error.errno != errno.ENAMETOOLONG or error.filename is None:
-                raise
-            # Any word may be used as the name of a file or a folder.
-            name = format_value(str(error.filename), 80)
-            print_error(f"tune_study: {name} is longer than a name of a file may be: type a shorter word.")
-            raise typer.Exit(2) from None
 
     return run_command
 
@@ -200,12 +191,8 @@ def run(study: opt.StudyName, request: RunRequest, launch: LaunchRequest, as_jso
     if as_json and not request.dry_run:
         raise PlanError("--json prints a plan: type it with --dry-run, or after the runs `report RUN --json`.")
     load_typed_files(request.code or [])
-    studies = find_studies(study, request)
-
-    def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
-        return [plan_from_options(chosen, preset, request, source) for chosen, source in studies]
-
-    plans = make_plans_that_fit(make_plans, request, launch)
+    make_plan = partial(plan_from_options, request=request)
+    plans = make_plans_that_fit(make_plan, find_studies(study, request), request, launch)
     json_command = "run" if as_json else ""
     raise typer.Exit(start_studies(plans, launch, request.dry_run, make_console(), json_command=json_command))
 
@@ -214,12 +201,8 @@ def run(study: opt.StudyName, request: RunRequest, launch: LaunchRequest, as_jso
 def search(study: opt.StudyName, search_request: SearchRequest, request: StudyRequest, launch: LaunchRequest) -> None:
     """Search for the best settings under which no run collapses, and confirm them with fresh seeds."""
     load_typed_files(request.code or [])
-    chosen, source = searching.find_study(study, request)
-
-    def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
-        return [searching.plan_search(chosen, preset, search_request, request, source)]
-
-    (plan,) = make_plans_that_fit(make_plans, request, launch)
+    make_plan = partial(searching.plan_search, request=search_request, study_request=request)
+    (plan,) = make_plans_that_fit(make_plan, [searching.find_study(study, request)], request, launch)
     raise typer.Exit(searching.run_and_confirm(plan, launch, request.dry_run, make_console()))
 
 

@@ -5,15 +5,16 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, NamedTuple, cast
 
 from pydantic import ValidationError
 from rich.console import Console
 
 from search_spaces.declaration.presets import PRESETS
+from search_spaces.declaration.study import Study
 from trainable.backend.gpus import make_bundles
 from trainable.config.constants import TEACHERS
+from trainable.config.own_parts import PartFile
 from trainable.config.run_config import format_validation_error, list_outside_settings
 from trainable.config.setting_types import flatten_settings, format_value
 from trainable.runs.study_record import WandbMode, WandbTarget, check_wandb_project
@@ -147,8 +148,8 @@ def _check_context(plan: StudyPlan) -> None:
 def choose_wandb(options: LaunchRequest, plan: StudyPlan) -> WandbTarget:
     """Choose W&B's mode and project: as typed, as at the last start, or offline if trainer.logger names wandb.
 
-    Raises PlanError for an unknown mode, for a project without W&B or with an invalid name, and if the package wandb is
-    missing, or the key for mode online.
+    Raises PlanError for an unknown mode, for a project without W&B or with an invalid name, and for mode online without
+    a key.
     """
     last = find_last_wandb(plan.folder)[0]
     mode = options.wandb or (last.mode if last else "offline" if "wandb" in plan.base_config.trainer.logger else "off")
@@ -158,8 +159,6 @@ def choose_wandb(options: LaunchRequest, plan: StudyPlan) -> WandbTarget:
         if options.wandb_project is not None:
             raise PlanError("--wandb-project names a project of W&B, which is off: add --wandb offline or online.")
         return NO_WANDB
-    if find_spec("wandb") is None:
-        raise PlanError(f"--wandb {mode} needs the package wandb", "install it with `pip install wandb`")
     # The last start takes precedence over the environment, or a study's rows could be split over two projects.
     last_project = last.project if last else ""
     project = options.wandb_project or last_project or os.environ.get("WANDB_PROJECT") or plan.wandb_project
@@ -180,22 +179,29 @@ def choose_wandb(options: LaunchRequest, plan: StudyPlan) -> WandbTarget:
 
 
 def make_plans_that_fit(
-    make_plans: Callable[[ChosenPreset], list[StudyPlan]],
+    make_plan: Callable[..., StudyPlan],
+    studies: Sequence[tuple[Study, PartFile | None]],
     request: StudyRequest,
     options: LaunchRequest,
 ) -> list[StudyPlan]:
-    """Make the plans under the typed or default preset, and adapt them if the GPUs are too small.
+    """Make the plans of studies under the typed or default preset, and adapt them if the GPUs are too small.
 
     If the runs do not fit, they train adapters, where the preset has settings for this and the user has not chosen
     their rank, also as 0 for none. If adapters do not fit either, preset laptop replaces the default preset, unless the
     user chose GPUs, or a setting that suits only certain GPUs.
+
+    make_plan: `plan_from_options` or `plan_search`, with its requests. studies: each with the file that declares it.
     """
+
+    def make_plans(*preset: Any) -> list[StudyPlan]:
+        return [make_plan(study, ChosenPreset(*preset), source=source) for study, source in studies]
+
     preset, reason = "laptop", "no CUDA GPU is visible"
     if request.preset is not None:
         preset, reason = request.preset, "set by --preset"
     elif gpus := options.visible_gpus:
         preset, reason = "paper", f"a CUDA GPU is visible ({gpus[0].name})"
-    plans = make_plans(ChosenPreset(preset, reason))
+    plans = make_plans(preset, reason)
     if options.address is not None:  # the GPUs of a cluster are not known here
         return plans
     misfit, remedies = explain_misfit(plans, options)
@@ -207,14 +213,14 @@ def make_plans_that_fit(
     if not any("lora_rank" in key for key in keys):
         settings_text = ", ".join(f"{name}={value}" for name, value in small_settings.items())
         small_reason = f"{reason}; adapters instead of all weights ({settings_text}), which do not fit: {misfit}"
-        small_plans = make_plans(ChosenPreset(preset, small_reason, small_settings))
+        small_plans = make_plans(preset, small_reason, small_settings)
         if not explain_misfit(small_plans, options)[0]:
             return small_plans
     has_gpus = options.gpus is not None or options.gpu_memory_gib is not None
     if request.preset is not None or has_gpus or any(key.endswith(_GPU_SETTINGS) for key in keys):
         return plans
     advice = f"it fits with --preset {preset} {remedies[0]}" if remedies else "no setting makes it fit"
-    return make_plans(ChosenPreset("laptop", f"{reason}, but preset {preset} does not fit it: {misfit}; {advice}"))
+    return make_plans("laptop", f"{reason}, but preset {preset} does not fit it: {misfit}; {advice}")
 
 
 def explain_misfit(plans: Sequence[StudyPlan], options: LaunchRequest) -> tuple[str, list[str]]:

@@ -57,7 +57,7 @@ def plan_search(
     preset: ChosenPreset,
     request: SearchRequest,
     study_request: StudyRequest,
-    source: PartFile | None,
+    source: PartFile | None = None,
 ) -> StudyPlan:
     """Plan a new search, or the one in its folder; see `plan_from_options` for the other arguments.
 
