@@ -29,7 +29,7 @@ SLOW_PREFIXES = (
     "python -m tune_study plot-gradients small/",
     # tests/tune_study/commands/test_doctor.py runs it.
     "python -m tune_study doctor",
-    # tests/tune_study/demo/test_demo.py runs it.
+    # tests/golden_outputs.py runs it.
     "python -m tune_study demo",
     # These are whole studies; test_sandbox_run.py, test_companion_run.py and test_own_parts.py run similar ones.
     "python -m tune_study run opd-topk-stability --smoke",

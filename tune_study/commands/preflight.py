@@ -202,11 +202,11 @@ def make_plans_that_fit(
     elif gpus := options.visible_gpus:
         preset, reason = "paper", f"a CUDA GPU is visible ({gpus[0].name})"
     plans = make_plans(preset, reason)
-    if options.address is not None:  # the GPUs of a cluster are not known here
+    small_settings = PRESETS[preset].small_gpu_settings if preset in PRESETS else None
+    if options.address is not None or not small_settings:  # the GPUs of a cluster are not known here
         return plans
     misfit, remedies = explain_misfit(plans, options)
-    small_settings = PRESETS[preset].small_gpu_settings if preset in PRESETS else None
-    if not misfit or not small_settings:
+    if not misfit:
         return plans
     keys = [assignment.partition("=")[0].strip() for assignment in request.list_assignments()]
     keys += [setting for _, setting, _ in list_assigned_settings(request)]

@@ -11,11 +11,7 @@ from trainable.config.command_lines import format_command
 from trainable.config.run_config import ConfigError, apply_overrides, resolve_key
 from trainable.config.schedules import split_values
 from trainable.config.setting_types import format_value
-from trainable.files.paths import UnsafePathError, read_bytes
 from tune_study.plan.errors import PlanError
-
-_MAX_BYTES = 2**20
-"""Maximum size of a file of settings."""
 
 
 def expand_groups(study: Study, entries: Sequence[str]) -> tuple[str, ...]:
@@ -192,11 +188,10 @@ def merge_assignments(files: Iterable[Path], typed: Iterable[str]) -> tuple[str,
     for path in files:
         name = f"--config {format_value(str(path), 1000)}"
         try:
-            text = read_bytes(path, _MAX_BYTES).decode("utf-8-sig")
-        except (OSError, ValueError, UnsafePathError) as error:
-            problem = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
             raise PlanError(
-                f"{name} cannot be read ({problem}): type a text file with a line key=value per setting."
+                f"{name} cannot be read ({error}): type a text file with a line key=value per setting."
             ) from None
         for number, line in enumerate(text.splitlines(), 1):
             key, sign, value = (part.strip() for part in line.partition("#")[0].partition("="))

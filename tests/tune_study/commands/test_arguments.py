@@ -67,13 +67,13 @@ def test_a_file_of_another_form_is_refused(work_dir: Path, text: str, message: s
     assert_refused(plan_with_file(work_dir, text), message)
 
 
-@pytest.mark.parametrize("kind", ["missing", "a folder", "no text", "too large"])
+@pytest.mark.parametrize("kind", ["missing", "a folder", "no text"])
 def test_a_file_that_cannot_be_read_is_refused(work_dir: Path, kind: str) -> None:
     path = work_dir / "my.conf"
     if kind == "a folder":
         path.mkdir()
     elif kind != "missing":
-        path.write_bytes(b"\xff\xfe=1" if kind == "no text" else b"#" * 2**21)
+        path.write_bytes(b"\xff\xfe=1")
     messages = ("--config my.conf cannot be read (", "type a text file with a line key=value per setting")
     assert_refused(f"{DRY_RUN} --config my.conf", *messages)
 
