@@ -231,11 +231,6 @@ def test_a_dry_run_has_the_plan(work_dir: Path) -> None:
     assert list(work_dir.iterdir()) == []
 
 
-def test_json_of_a_run_needs_a_dry_run(work_dir: Path) -> None:
-    assert_refused(type_words("run", "kl", "--preset", "laptop", "--json"), "type it with --dry-run")
-    assert list(work_dir.iterdir()) == []
-
-
 def test_a_confirmation_has_its_plan(work_dir: Path) -> None:
     study = plan_study(work_dir, ("0", "0.01"), 2)
     outputs.write_study(study)
