@@ -64,8 +64,12 @@ GOOD = format_study("my-lr", {"actor.lr": ("1e-4", "1e-3")})
         (None, "s.py", "There is no file s.py"),
         ("x = 1\n", "s.py", "has no Study called STUDY"),
         ("x = 1\ny = 1 / 0\n", "s.py", "ZeroDivisionError: division by zero (s.py, line 2: `y = 1 / 0`)"),
-        (GOOD.replace('"my-lr"', '"kl"'), "s.py", "called kl, like a study of this package"),
-        (GOOD.replace('"my-lr"', '"My LR"'), "s.py", "a name has lower-case words"),
+        (GOOD.replace('"my-lr"', '"kl"'), "s.py", "kl is a study of this package: set another name= in s.py"),
+        (
+            GOOD.replace('"my-lr"', '"My LR"'),
+            "s.py",
+            "My LR is no name of a study: set another name= in s.py",
+        ),
         (
             GOOD.replace('"laptop"', '"desktop"'),
             "s.py",
