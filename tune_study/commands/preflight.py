@@ -114,8 +114,6 @@ def start_studies(
                     continue
                 if len(plans) > 1:
                     print_line(console, f"Study {number} of {len(plans)}: {launch.plan.study.name}")
-                for line in summaries[-1]["notes"]:
-                    print_line(console, line)
                 print_plan(console, launch.plan, summaries[-1])
             if json_command:
                 print_json(json_command, {"plans": summaries})
