@@ -300,11 +300,9 @@ def find_studies(name: str, request: StudyRequest) -> list[tuple[Study, PartFile
             raise PlanError(f"{option_name} does not belong to {format_value(name, 1000)}: leave it out.")
     if is_file:
         return [load_own_study(name)]
-    return (
-        [(find_study(name, request.kl_type, request.trainer), None)]
-        if suite is None
-        else [(STUDIES[study], None) for study in suite]
-    )
+    if suite is not None:
+        return [(STUDIES[study], None) for study in suite]
+    return [(find_study(name, request.kl_type, request.trainer), None)]
 
 
 def plan_from_options(
