@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 from search_spaces.catalog import STUDIES
 from tests.fakes import grid_folders, sandbox_folders
 from tune_study.commands.cli import app
-from tune_study.demo.archive import read_recorded_study, unpack
+from tune_study.commands.demo import show_demo
+from tune_study.demo.archive import read_recorded_study
 from tune_study.host import console, machine_checks
 from tune_study.host.machine_checks import Gpu
 from tune_study.placement.memory import GIB
@@ -97,8 +98,6 @@ def choose_placement(model: str, gib: int, num_gpus: int) -> str:
 
 def write_folders(root: Path) -> dict[str, Path]:
     """Write the studies whose reports are recorded; return their folders by name."""
-    demo = root / "demo" / "results" / read_recorded_study().run
-    unpack(demo)
     seeds = (0.1, 0.12, 0.11)
     runs = [
         run
@@ -106,17 +105,21 @@ def write_folders(root: Path) -> dict[str, Path]:
         for run in sandbox_folders.make_seed_runs(arm, [error + shift for error in seeds])
     ]
     return {
-        "recorded sweep": demo,
+        "recorded sweep": root / "demo" / "results" / read_recorded_study().run,  # which `demo` unpacks
         "made-up grid": grid_folders.write_grid(root / "grid", grid_folders.ONE_TYPE, seeds=2),
         "made-up sandbox": sandbox_folders.write_sandbox(root / "sandbox", runs),
     }
 
 
 def list_reports(root: Path) -> Iterator[str]:
-    """The conclusion that the terminal prints of each study, the text of its page, and the tables of its figures."""
+    """What the terminal prints of each study, the text of its page, and the tables of its figures."""
     for name, folder in write_folders(root).items():
         terminal = io.StringIO()
-        assert not write_results(folder, Console(file=terminal), with_pictures=False)
+        if folder.exists():
+            problem = write_results(folder, Console(file=terminal), with_pictures=False)
+        else:
+            problem = show_demo(Console(file=terminal), root / "demo")
+        assert not problem
         page = (folder / "report.html").read_text(encoding="utf-8")
         yield f"== {name}: conclusion\n{terminal.getvalue().replace(str(root), 'OUT')}"
         yield f"== {name}: page\n{extract_text(page).replace(str(root), 'OUT')}"

@@ -29,7 +29,7 @@ SLOW_PREFIXES = (
     "python -m tune_study plot-gradients small/",
     # tests/tune_study/commands/test_doctor.py runs it.
     "python -m tune_study doctor",
-    # tests/tune_study/demo/test_demo.py runs it.
+    # tests/golden_outputs.py runs it.
     "python -m tune_study demo",
     # These are whole studies; test_sandbox_run.py, test_companion_run.py and test_own_parts.py run similar ones.
     "python -m tune_study run opd-topk-stability --smoke",
@@ -121,7 +121,9 @@ def run_command(command: str, is_active: bool, folder: Path) -> subprocess.Compl
     if words[1].startswith(("benchmarks/", "examples/")):
         words[1] = str(ROOT / words[1])
     starts_ray = words[3:4] in (["run"], ["resume"], ["confirm"], ["fork"], ["doctor"]) and "--dry-run" not in words
-    if is_active and words[:3] == ["python", "-m", "tune_study"] and not starts_ray:
+    starts_ray &= " resume out/" not in command  # whose runs have ended
+    is_of_tune_study = words[:3] == ["python", "-m", "tune_study"] or words[1].endswith("/read_a_study.py")
+    if is_active and is_of_tune_study and not starts_ray:
         return run_python(words[1:], folder, variables)
     return subprocess.run(["bash", "-c", shlex.join(words)], cwd=folder, capture_output=True, text=True, env=variables)
 

@@ -1,16 +1,15 @@
 """Run a study from Python, with the same plan, folder and runs as on the command line."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from search_spaces.declaration.study import Study
-from tune_study.commands.requests import ChosenPreset, LaunchRequest, RunRequest, plan_from_options
+from trainable.config.own_parts import PartFile
+from tune_study.commands.requests import LaunchRequest, RunRequest, plan_from_options
 from tune_study.host.console import make_console
-from tune_study.host.machine_checks import detect_gpus
-from tune_study.plan.own_study import StudySource, check_study, load_typed_files
-from tune_study.plan.study_plan import StudyPlan
+from tune_study.plan.own_study import check_study, load_typed_files
 
 if TYPE_CHECKING:
     from analysis.notebook.frames import NotebookFrames
@@ -66,19 +65,15 @@ def run(
         **options,
     )
     load_typed_files(request.code or [])
-    visible_gpus = detect_gpus(os.environ)
-
-    def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
-        return [plan_from_options(study, preset, request, describe_source(study))]
-
-    (plan,) = make_plans_that_fit(make_plans, request, launch, visible_gpus)
-    exit_code = start_studies([plan], launch, visible_gpus, False, make_console())
+    make_plan = partial(plan_from_options, request=request)
+    (plan,) = make_plans_that_fit(make_plan, [(study, describe_source(study))], request, launch)
+    exit_code = start_studies([plan], launch, False, make_console())
     if exit_code:
         raise RuntimeError(f"The study in {plan.folder} ended with code {exit_code}: see the lines above.")
     return load(plan.folder)
 
 
-def describe_source(study: Study) -> StudySource:
+def describe_source(study: Study) -> PartFile:
     """Describe, for study.json, a declaration that is in no file: its fields, as text."""
     fields = {
         "name": study.name,
@@ -90,4 +85,4 @@ def describe_source(study: Study) -> StudySource:
         "presets": {preset: dict(settings) for preset, settings in study.presets.items()},
         "baseline": study.baseline,
     }
-    return StudySource("", "".join(f"{name} = {value!r}\n" for name, value in fields.items()))
+    return PartFile("", "".join(f"{name} = {value!r}\n" for name, value in fields.items()))

@@ -147,7 +147,7 @@ class StrictCommand(TyperCommand):
         # Shell completion passes incomplete words, and a request for help is always answered.
         if not ctx.resilient_parsing and not set(words) & set(ctx.help_option_names):
             self._refuse_misread(ctx, words)
-        takes_extra_words, ctx.allow_extra_args = ctx.allow_extra_args, True
+        ctx.allow_extra_args = True  # they are refused below
         try:
             extra_words = super().parse_args(ctx, args)
         except typer.BadParameter as error:
@@ -155,8 +155,7 @@ class StrictCommand(TyperCommand):
             problem = error.format_message().replace("Input should be", "must be").rstrip(".")
             example = " ".join((self.epilog or "").replace("\b", "").split())
             ctx.fail(f"{problem}. {example}")
-        ctx.allow_extra_args = takes_extra_words
-        if extra_words and not takes_extra_words and not ctx.resilient_parsing:
+        if extra_words and not ctx.resilient_parsing:
             names = [str(parameter.metavar) for parameter in self.params if isinstance(parameter, TyperArgument)]
             ctx.fail(
                 f"Too many words: {' '.join(map(repr, extra_words))}. Besides options, {self.name} takes "

@@ -4,13 +4,12 @@ Modules that need Ray or torch are imported inside the commands that use them, s
 """
 
 import atexit
-import errno
-import functools
 import gc
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial, wraps
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -38,7 +37,6 @@ from tune_study.commands.arguments import (
 )
 from tune_study.commands.preflight import make_plans_that_fit, start_studies
 from tune_study.commands.requests import (
-    ChosenPreset,
     LaunchRequest,
     ProbeRequest,
     RunRequest,
@@ -52,7 +50,6 @@ from tune_study.commands.requests import (
 from tune_study.folder import locate, outputs, study_file
 from tune_study.host.console import make_console, print_error, print_json, print_line, show_warnings
 from tune_study.host.interrupt import make_interrupt
-from tune_study.host.machine_checks import detect_gpus
 from tune_study.host.terminal import finish_output, protect_output
 from tune_study.placement import resources
 from tune_study.plan.errors import FAILED_CHECK_CODE, PlanError
@@ -99,20 +96,13 @@ def main() -> None:
 def report_errors(command: Command) -> Command:
     """Decorate a command: print invalid input as a paragraph on stderr; exit with 2, or 3 if a study does not fit."""
 
-    @functools.wraps(command)
+    @wraps(command)
     def run_command(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
         except (ConfigError, PlanError, OwnPartError, UnsafePathError) as error:
             print_error(f"tune_study: {error}")
             raise typer.Exit(getattr(error, "exit_code", PlanError.exit_code)) from None
-        except OSError as error:
-            if error.errno != errno.ENAMETOOLONG or error.filename is None:
-                raise
-            # Any word may be used as the name of a file or a folder.
-            name = format_value(str(error.filename), 80)
-            print_error(f"tune_study: {name} is longer than a name of a file may be: type a shorter word.")
-            raise typer.Exit(2) from None
 
     return run_command
 
@@ -200,32 +190,20 @@ def run(study: opt.StudyName, request: RunRequest, launch: LaunchRequest, as_jso
     """Run a study or a suite, or continue it if the output folder contains it."""
     if as_json and not request.dry_run:
         raise PlanError("--json prints a plan: type it with --dry-run, or after the runs `report RUN --json`.")
-    visible_gpus = detect_gpus(os.environ)
     load_typed_files(request.code or [])
-    studies = find_studies(study, request)
-
-    def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
-        return [plan_from_options(chosen, preset, request, source) for chosen, source in studies]
-
-    plans = make_plans_that_fit(make_plans, request, launch, visible_gpus)
+    make_plan = partial(plan_from_options, request=request)
+    plans = make_plans_that_fit(make_plan, find_studies(study, request), request, launch)
     json_command = "run" if as_json else ""
-    raise typer.Exit(
-        start_studies(plans, launch, visible_gpus, request.dry_run, make_console(), json_command=json_command)
-    )
+    raise typer.Exit(start_studies(plans, launch, request.dry_run, make_console(), json_command=json_command))
 
 
 @command(FOLLOW, "search", "kl --preset stress --trials 24 --seeds 2 --output out")
 def search(study: opt.StudyName, search_request: SearchRequest, request: StudyRequest, launch: LaunchRequest) -> None:
     """Search for the best settings under which no run collapses, and confirm them with fresh seeds."""
-    visible_gpus = detect_gpus(os.environ)
     load_typed_files(request.code or [])
-    chosen, source = searching.find_study(study, request)
-
-    def make_plans(preset: ChosenPreset) -> list[StudyPlan]:
-        return [searching.plan_search(chosen, preset, search_request, request, source)]
-
-    (plan,) = make_plans_that_fit(make_plans, request, launch, visible_gpus)
-    raise typer.Exit(searching.run_and_confirm(plan, launch, visible_gpus, request.dry_run, make_console()))
+    make_plan = partial(searching.plan_search, request=search_request, study_request=request)
+    (plan,) = make_plans_that_fit(make_plan, [searching.find_study(study, request)], request, launch)
+    raise typer.Exit(searching.run_and_confirm(plan, launch, request.dry_run, make_console()))
 
 
 @command(MAIN, "resume", "results/kl_sweep_sokoban-tiny")
@@ -241,9 +219,7 @@ def resume(
     placement_overrides = {} if gpus_per_exp is None else {"trainer.n_gpus_per_node": gpus_per_exp}
     own_study = typed_again.load()
     plan = locate.plan_resume(run, placement_overrides, own_study, is_real=not dry_run, allowed=typed_again.allowed)
-    console = make_console()
-    visible_gpus = detect_gpus(os.environ)
-    raise typer.Exit(searching.run_and_confirm(plan, launch, visible_gpus, dry_run, console))
+    raise typer.Exit(searching.run_and_confirm(plan, launch, dry_run, make_console()))
 
 
 @command(FOLLOW, "confirm", "results/kl_sweep_sokoban-tiny --arm 0.01 --seeds 5")
@@ -297,9 +273,8 @@ def fork(
 
 def _run_beside(plan: StudyPlan, name: str, launch: LaunchRequest, dry_run: bool, as_json: bool) -> NoReturn:
     """Run the study that the command `name` has planned beside another one, and exit."""
-    visible_gpus = detect_gpus(os.environ)
     console, json_command = (make_console(sys.stderr), name) if as_json else (make_console(), "")
-    exit_code = start_studies([plan], launch, visible_gpus, dry_run, console, json_command=json_command)
+    exit_code = start_studies([plan], launch, dry_run, console, json_command=json_command)
     if as_json and not dry_run:
         from tune_study.commands.reading import results
 

@@ -16,6 +16,7 @@ from tune_study.commands.reading.transcripts import (
     select_episodes,
 )
 from tune_study.demo.archive import read_recorded_study, unpack
+from tune_study.folder.outputs import check_writable
 from tune_study.host.console import print_line
 from tune_study.plan.errors import PlanError
 from tune_study.tune.session import write_results
@@ -29,16 +30,10 @@ def show_demo(console: Console, output: Path) -> str:
     """
     study = read_recorded_study()
     folder = output / "results" / study.run
-    try:
-        if not os.path.lexists(folder):
-            unpack(folder)
-    except OSError as error:
-        raise PlanError(f"--output {output} cannot be written ({error.strerror}): type another folder.") from None
-    content = find_record(StudyRecord, folder)
-    # Another version may have recorded another study.
-    if content is None or any(
-        getattr(content, name) != getattr(study, name) for name in ("recorded", "run", "created_at")
-    ):
+    check_writable(output)
+    if not os.path.lexists(folder):
+        unpack(folder)
+    if find_record(StudyRecord, folder) != study:  # another version may have recorded another study
         raise PlanError(f"{folder} holds something else: type another folder, as in `demo --output elsewhere`.")
     print_line(
         console, "This study was recorded earlier and comes with tune_study. Nothing is trained now. It was run by:"

@@ -159,8 +159,8 @@ def _describe_commands(commands: Mapping[str, str]) -> Iterator[str]:
 
 
 def print_plan(console: Console, plan: StudyPlan, summary: Mapping[str, Any]) -> None:
-    """Print the plan of a study. summary: from `summarize_plan`."""
-    for line in summary["lines"]:
+    """Print the notes and the plan of a study. summary: from `summarize_plan`, with notes."""
+    for line in (*summary["notes"], *summary["lines"]):
         print_line(console, line)
     if plan.search is not None or plan.forks is not None:
         # A point has no value for a setting whose condition it does not meet.

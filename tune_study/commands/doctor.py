@@ -14,7 +14,7 @@ from search_spaces.catalog import STUDIES
 from tune_study.folder.outputs import check_writable
 from tune_study.host.console import print_line
 from tune_study.host.machine_checks import detect_gpus, find_ray_folder
-from tune_study.plan.study_plan import make_plan
+from tune_study.plan.study_plan import check_preset
 
 _TIMEOUT_S = 900.0
 """Time limit of the study. On a laptop it takes 15 s; most of the rest is for loading a large model and its engine."""
@@ -30,7 +30,7 @@ def diagnose(console: Console, output: Path, preset: str | None) -> int:
     """
     words = _WORDS.split()
     if preset is not None:
-        make_plan(STUDIES["kl"], preset, "typed", {}, None, 1, output)
+        check_preset(STUDIES["kl"], preset)
         words += ["--preset", preset]
     check_writable(output)
     gpus = ", ".join(f"{gpu.id} ({gpu.name})" for gpu in detect_gpus(os.environ))

@@ -124,8 +124,7 @@ def check_capacity(
 ) -> None:
     """Raise PlanError if a node has too little disk space or memory for its runs.
 
-    scratch_bytes: disk space per run;
-    0 if unknown or without a storage. host_bytes: CPU memory per run.
+    scratch_bytes: disk space per run; 0 if unknown or without a storage. host_bytes: CPU memory per run.
     """
     for node, report in reports.items():
         # Ray may fill a node with runs, up to the number that run at once.

@@ -5,15 +5,16 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, NamedTuple, cast
 
 from pydantic import ValidationError
 from rich.console import Console
 
 from search_spaces.declaration.presets import PRESETS
+from search_spaces.declaration.study import Study
 from trainable.backend.gpus import make_bundles
 from trainable.config.constants import TEACHERS
+from trainable.config.own_parts import PartFile
 from trainable.config.run_config import format_validation_error, list_outside_settings
 from trainable.config.setting_types import flatten_settings, format_value
 from trainable.runs.study_record import WandbMode, WandbTarget, check_wandb_project
@@ -23,7 +24,7 @@ from tune_study.folder import outputs
 from tune_study.folder.origin import find_last_wandb
 from tune_study.host.console import print_error, print_json, print_line
 from tune_study.host.interrupt import TimeLimit, make_interrupt, start_time_limit
-from tune_study.host.machine_checks import Gpu, count_cpus, explain_long_path, find_ray_folder, measure_scratch_space
+from tune_study.host.machine_checks import count_cpus, explain_long_path, find_ray_folder, measure_scratch_space
 from tune_study.placement import disk, memory_plan, resources
 from tune_study.placement.memory_plan import GpuCapacity
 from tune_study.placement.model_files import (
@@ -56,8 +57,6 @@ class Launch(NamedTuple):
 
     plan: StudyPlan
     options: LaunchRequest
-    visible_gpus: tuple[Gpu, ...]
-    """The GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide."""
     nodes: tuple[Node, ...] | None = None
     """The nodes of the cluster; None for this machine."""
 
@@ -65,7 +64,6 @@ class Launch(NamedTuple):
 def start_studies(
     plans: Sequence[StudyPlan],
     options: LaunchRequest,
-    visible_gpus: tuple[Gpu, ...],
     dry_run: bool,
     console: Console,
     time_limit: TimeLimit | None = None,
@@ -74,7 +72,7 @@ def start_studies(
 ) -> int:
     """Check the requirements of all studies, then run them one after another; in a dry run, only print their plans.
 
-    visible_gpus: see `Launch`. time_limit: a limit that is already running; None to start one of --max-hours now.
+    time_limit: a limit that is already running; None to start one of --max-hours now.
     json_command: the command whose dry run prints the plans as JSON; empty for text.
     Returns the exit code: 0 if every study returns 0, or that of a misfit for a dry run of a study that does not fit.
     Raises PlanError before anything starts if a study cannot be run.
@@ -104,7 +102,7 @@ def start_studies(
         return execute_study(plan, study.resource_plan, console, options.skipped_statuses, time_limit, suite)
 
     with nullcontext() if options.address is None else cluster.join_cluster(options.address) as nodes:
-        launches = [Launch(plan, options, visible_gpus, nodes) for plan in plans]
+        launches = [Launch(plan, options, nodes) for plan in plans]
         if any(plan.model is not None for plan in plans):  # in a suite, --gpus is for the studies that use GPUs
             cpu_options = replace(options, gpus=None)
             launches = [launch if launch.plan.model else launch._replace(options=cpu_options) for launch in launches]
@@ -116,8 +114,6 @@ def start_studies(
                     continue
                 if len(plans) > 1:
                     print_line(console, f"Study {number} of {len(plans)}: {launch.plan.study.name}")
-                for line in summaries[-1]["notes"]:
-                    print_line(console, line)
                 print_plan(console, launch.plan, summaries[-1])
             if json_command:
                 print_json(json_command, {"plans": summaries})
@@ -150,8 +146,8 @@ def _check_context(plan: StudyPlan) -> None:
 def choose_wandb(options: LaunchRequest, plan: StudyPlan) -> WandbTarget:
     """Choose W&B's mode and project: as typed, as at the last start, or offline if trainer.logger names wandb.
 
-    Raises PlanError for an unknown mode, for a project without W&B or with an invalid name, and if the package wandb is
-    missing, or the key for mode online.
+    Raises PlanError for an unknown mode, for a project without W&B or with an invalid name, and for mode online without
+    a key.
     """
     last = find_last_wandb(plan.folder)[0]
     mode = options.wandb or (last.mode if last else "offline" if "wandb" in plan.base_config.trainer.logger else "off")
@@ -161,8 +157,6 @@ def choose_wandb(options: LaunchRequest, plan: StudyPlan) -> WandbTarget:
         if options.wandb_project is not None:
             raise PlanError("--wandb-project names a project of W&B, which is off: add --wandb offline or online.")
         return NO_WANDB
-    if find_spec("wandb") is None:
-        raise PlanError(f"--wandb {mode} needs the package wandb", "install it with `pip install wandb`")
     # The last start takes precedence over the environment, or a study's rows could be split over two projects.
     last_project = last.project if last else ""
     project = options.wandb_project or last_project or os.environ.get("WANDB_PROJECT") or plan.wandb_project
@@ -183,50 +177,54 @@ def choose_wandb(options: LaunchRequest, plan: StudyPlan) -> WandbTarget:
 
 
 def make_plans_that_fit(
-    make_plans: Callable[[ChosenPreset], list[StudyPlan]],
+    make_plan: Callable[..., StudyPlan],
+    studies: Sequence[tuple[Study, PartFile | None]],
     request: StudyRequest,
     options: LaunchRequest,
-    visible_gpus: tuple[Gpu, ...],
 ) -> list[StudyPlan]:
-    """Make the plans under the typed or default preset, and adapt them if the GPUs are too small.
+    """Make the plans of studies under the typed or default preset, and adapt them if the GPUs are too small.
 
     If the runs do not fit, they train adapters, where the preset has settings for this and the user has not chosen
     their rank, also as 0 for none. If adapters do not fit either, preset laptop replaces the default preset, unless the
     user chose GPUs, or a setting that suits only certain GPUs.
+
+    make_plan: `plan_from_options` or `plan_search`, with its requests. studies: each with the file that declares it.
     """
+
+    def make_plans(*preset: Any) -> list[StudyPlan]:
+        return [make_plan(study, ChosenPreset(*preset), source=source) for study, source in studies]
+
     preset, reason = "laptop", "no CUDA GPU is visible"
     if request.preset is not None:
         preset, reason = request.preset, "set by --preset"
-    elif visible_gpus:
-        preset, reason = "paper", f"a CUDA GPU is visible ({visible_gpus[0].name})"
-    plans = make_plans(ChosenPreset(preset, reason))
-    if options.address is not None:  # the GPUs of a cluster are not known here
-        return plans
-    misfit, remedies = explain_misfit(plans, options, visible_gpus)
+    elif gpus := options.visible_gpus:
+        preset, reason = "paper", f"a CUDA GPU is visible ({gpus[0].name})"
+    plans = make_plans(preset, reason)
     small_settings = PRESETS[preset].small_gpu_settings if preset in PRESETS else None
-    if not misfit or not small_settings:
+    if options.address is not None or not small_settings:  # the GPUs of a cluster are not known here
+        return plans
+    misfit, remedies = explain_misfit(plans, options)
+    if not misfit:
         return plans
     keys = [assignment.partition("=")[0].strip() for assignment in request.list_assignments()]
     keys += [setting for _, setting, _ in list_assigned_settings(request)]
     if not any("lora_rank" in key for key in keys):
         settings_text = ", ".join(f"{name}={value}" for name, value in small_settings.items())
         small_reason = f"{reason}; adapters instead of all weights ({settings_text}), which do not fit: {misfit}"
-        small_plans = make_plans(ChosenPreset(preset, small_reason, small_settings))
-        if not explain_misfit(small_plans, options, visible_gpus)[0]:
+        small_plans = make_plans(preset, small_reason, small_settings)
+        if not explain_misfit(small_plans, options)[0]:
             return small_plans
     has_gpus = options.gpus is not None or options.gpu_memory_gib is not None
     if request.preset is not None or has_gpus or any(key.endswith(_GPU_SETTINGS) for key in keys):
         return plans
     advice = f"it fits with --preset {preset} {remedies[0]}" if remedies else "no setting makes it fit"
-    return make_plans(ChosenPreset("laptop", f"{reason}, but preset {preset} does not fit it: {misfit}; {advice}"))
+    return make_plans("laptop", f"{reason}, but preset {preset} does not fit it: {misfit}; {advice}")
 
 
-def explain_misfit(
-    plans: Sequence[StudyPlan], options: LaunchRequest, visible_gpus: tuple[Gpu, ...]
-) -> tuple[str, list[str]]:
+def explain_misfit(plans: Sequence[StudyPlan], options: LaunchRequest) -> tuple[str, list[str]]:
     """Return why the first study that does not fit this machine's GPUs does not, and options that make it fit."""
     for plan in plans:
-        memory = _estimate_requirements(Launch(plan, options, visible_gpus), dry_run=True).memory
+        memory = _estimate_requirements(Launch(plan, options), dry_run=True).memory
         if memory is not None and memory.capacity.is_known and not memory.fits:
             return memory_plan.describe_peak(memory), memory_plan.find_remedies(memory, plan.study)
     return "", []
@@ -287,14 +285,14 @@ def _estimate_requirements(
     launch: Launch, dry_run: bool = False, gpu_capacity: GpuCapacity | None = None
 ) -> PreparedStudy:
     """Plan what a study gets and needs. gpu_capacity: of the nodes of a cluster, if it is known."""
-    plan, options, visible_gpus, nodes = launch
+    plan, options, nodes = launch
     if nodes is not None and options.address is not None:
         resource_plan = cluster.allocate_cluster(
             plan, options.address, nodes, options.gpus, options.max_concurrent, options.wait_for_nodes
         )
     else:
         resource_plan = resources.preflight(
-            plan, options.gpus, visible_gpus, count_cpus(), options.max_concurrent, is_real=not dry_run
+            plan, options.gpus, options.visible_gpus, count_cpus(), options.max_concurrent, is_real=not dry_run
         )
     notes = list(resource_plan.notes)
     if options.wandb is None and (reason := find_last_wandb(plan.folder)[1]):
@@ -304,7 +302,7 @@ def _estimate_requirements(
 
         # A file wandb/settings in the current folder may have chosen the server.
         notes.append(f"W&B: rows are sent to {wandb.setup().settings.base_url}, project {plan.wandb_project}.")
-    used_gpus = tuple(gpu for gpu in visible_gpus if gpu.id in resource_plan.gpus)
+    used_gpus = tuple(gpu for gpu in options.visible_gpus if gpu.id in resource_plan.gpus)
     memory, settings = None, resource_plan.placement_settings
     if resource_plan.gpu_slots and plan.model is not None:
         gpu_capacity = gpu_capacity or resources.find_gpu_capacity(options.gpu_memory_gib, used_gpus)

@@ -7,8 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rich.console import Console, Group
-from rich.table import Table
+from rich.console import Console
 
 from trainable.config.command_lines import format_command
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
@@ -23,7 +22,7 @@ from trainable.runs.run_files import PROBES_FILE
 from tune_study.folder import outputs
 from tune_study.folder.run_checkpoints import RunCheckpoint, find_run_checkpoint
 from tune_study.folder.study_file import plan_from_folder
-from tune_study.host.console import make_console, print_line, show_phases
+from tune_study.host.console import make_console, print_line, print_table, show_phases
 from tune_study.placement.model_files import check_model
 from tune_study.placement.resources import check_sampler
 from tune_study.plan.errors import PlanError
@@ -173,16 +172,16 @@ def probe(target: RunCheckpoint, settings: ProbeSettings, with_val: bool, consol
     print_line(
         console, f"{target.spec.run_id} restored from {target.path}, after step {target.step}; nothing is trained"
     )
-    renderables: list[Any] = [f"probe of {target.spec.run_id}, step {target.step}"]
+    texts = [f"probe of {target.spec.run_id}, step {target.step}"]
     changes = format_changes(run_config, config, settings)
     if changes is not None:
-        renderables.append(f"settings changed from the run: {changes}")
+        texts.append(f"settings changed from the run: {changes}")
     try:
         if with_val:
             print_line(console, f"Playing {len(trainer.val_levels)} validation levels, sampled and greedy ...")
             with show_phases(console, "validation levels"):
                 evaluations = {mode: trainer.evaluate("val", mode) for mode in ("sampled", "greedy")}
-            renderables += [
+            texts += [
                 f"validation, {mode}: success {evaluation.success:.3f}, mean score {evaluation.score:.3f}"
                 for mode, evaluation in evaluations.items()
             ]
@@ -196,40 +195,35 @@ def probe(target: RunCheckpoint, settings: ProbeSettings, with_val: bool, consol
     other_lines = [line for line in read_lines(run_dir / PROBES_FILE).records if line.get("step") != target.step]
     write_lines(run_dir / PROBES_FILE, [*other_lines, *lines])
     outputs.write_tables(target.plan.folder)
-    renderables += [
-        _make_table(line)
-        if line["groups"]
-        else "the filter kept none of the {source_env_groups} groups of {source_group_size} episodes".format(
-            **line["rows"][0]
-        )
-        for line in lines
-    ]
-    # The table needs about 100 characters. On a narrower terminal its lines wrap rather than lose columns.
-    make_console(file=console.file, width=max(console.width, 100)).print(Group(*renderables))
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(log_path) as temp_path, temp_path.open("w", encoding="utf-8") as file:
-        make_console(file=file, width=140).print(Group(*renderables))  # so wide that no line of a table wraps
+        for place in (console, make_console(file=file)):
+            for text in texts:
+                print_line(place, text)
+            for line in lines:
+                _print_analysis(place, line)
     print_line(console, f"Rows: {target.plan.folder}/gradients.parquet (source probe). Log: {log_path}")
     print_line(console, f"Figures: {format_command('plot-gradients', target.plan.folder, '--source', 'probe')}")
     print_line(console, f"To add them to the report: {format_command('report', target.plan.folder)}")
 
 
-def _make_table(line: Mapping[str, Any]) -> Table:
-    """Make the table of one analyzed batch: per bucket, the task's gradient, and the norms of the regularizers'."""
-    batch_label = "before the filter" if line["prefilter"] else "of what the filter kept"
-    table = Table(title=f"gradients {batch_label}", box=None, title_justify="left", padding=(0, 1, 0, 0))
-    for header in ("bucket", "reward std", "task norm", "of mean", "signal/noise", "95 %", "entropy", "kl"):
-        table.add_column(header, justify="left" if header == "bucket" else "right", no_wrap=True)
+def _print_analysis(console: Console, line: Mapping[str, Any]) -> None:
+    """Print the table of one analyzed batch: per bucket, the task's gradient, and the norms of the regularizers'."""
+    if not line["groups"]:
+        text = "the filter kept none of the {source_env_groups} groups of {source_group_size} episodes"
+        print_line(console, text.format(**line["rows"][0]))
+        return
+    print_line(console, f"gradients {'before the filter' if line['prefilter'] else 'of what the filter kept'}")
     rows = {(row["bucket"], row["component"]): row for row in line["rows"]}
+    cells = []
     for bucket in dict.fromkeys(row["bucket"] for row in line["rows"]):  # in the order of the analysis
         task = rows[bucket, "task"]
-        interval = f"{_format_number(task['snr_low'])} to {_format_number(task['snr_high'])}"
-        regularizer_norms = [
-            _format_number(rows.get((bucket, name), {}).get("mean_norm")) for name in ("entropy", "kl")
-        ]
         task_cells = [_format_number(task[column]) for column in ("reward_std_mean", "norm", "mean_norm", "snr")]
-        table.add_row(bucket, *task_cells, interval, *regularizer_norms)
-    return table
+        interval = f"{_format_number(task['snr_low'])} to {_format_number(task['snr_high'])}"
+        norms = [_format_number(rows.get((bucket, name), {}).get("mean_norm")) for name in ("entropy", "kl")]
+        cells.append([bucket, *task_cells, interval, *norms])
+    headings = ("bucket", "reward std", "task norm", "of mean", "signal/noise", "95 %", "entropy", "kl")
+    print_table(console, headings, cells)
 
 
 def _format_number(value: float | None) -> str:

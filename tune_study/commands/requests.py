@@ -6,6 +6,7 @@ The fields of a request are options of the command line, and arguments of `tune_
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, get_type_hints
@@ -16,7 +17,7 @@ from search_spaces.catalog import STUDIES, SUITES
 from search_spaces.declaration.study import Study
 from trainable.config.command_lines import format_command
 from trainable.config.constants import DATA_SUFFIXES
-from trainable.config.own_parts import PART_FORM, parse_part_name
+from trainable.config.own_parts import PART_FORM, PartFile, parse_part_name
 from trainable.config.run_config import ConfigError, list_field_names, list_outside_settings
 from trainable.config.setting_types import flatten_settings, format_value
 from trainable.runs.study_record import MAX_RUNS, STUDY_FILE
@@ -25,12 +26,12 @@ from tune_study.commands.arguments import Setting, option
 from tune_study.folder import locate
 from tune_study.folder.statuses import DEFAULT_SKIPPED, parse_skipped_statuses
 from tune_study.folder.study_file import read_study
+from tune_study.host.machine_checks import Gpu, detect_gpus
 from tune_study.placement.model_files import make_absolute
 from tune_study.placement.resources import TORCH_SETTINGS, find_compiled_obstacle
 from tune_study.plan.errors import PlanError, as_plan_error
 from tune_study.plan.own_study import (
     OwnStudy,
-    StudySource,
     load_game_settings,
     load_named_files,
     load_own_study,
@@ -226,6 +227,11 @@ class LaunchRequest:
         """The statuses of --skip-statuses; runs with one of them are not run again."""
         return parse_skipped_statuses(self.skip_statuses)
 
+    @cached_property
+    def visible_gpus(self) -> tuple[Gpu, ...]:
+        """The GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide."""
+        return detect_gpus(os.environ)
+
 
 @dataclass(frozen=True)
 class ProbeRequest:
@@ -282,7 +288,7 @@ class ChosenPreset(NamedTuple):
     settings: Mapping[str, object] = MappingProxyType({})
 
 
-def find_studies(name: str, request: StudyRequest) -> list[tuple[Study, StudySource | None]]:
+def find_studies(name: str, request: StudyRequest) -> list[tuple[Study, PartFile | None]]:
     """Find a study, or those of a suite, by its name or its file, each with its source if a file declares it.
 
     Raises PlanError if there is no such study.
@@ -294,18 +300,16 @@ def find_studies(name: str, request: StudyRequest) -> list[tuple[Study, StudySou
             raise PlanError(f"{option_name} does not belong to {format_value(name, 1000)}: leave it out.")
     if is_file:
         return [load_own_study(name)]
-    return (
-        [(find_study(name, request.kl_type, request.trainer), None)]
-        if suite is None
-        else [(STUDIES[study], None) for study in suite]
-    )
+    if suite is not None:
+        return [(STUDIES[study], None) for study in suite]
+    return [(find_study(name, request.kl_type, request.trainer), None)]
 
 
 def plan_from_options(
     study: Study,
     preset: ChosenPreset,
     request: RunRequest,
-    source: StudySource | None = None,
+    source: PartFile | None = None,
     complete: Callable[[StudyPlan], StudyPlan] = lambda plan: plan,
 ) -> StudyPlan:
     """Plan a study, merged with the study that its folder may already contain. A dry run does not access the storage.
@@ -329,7 +333,7 @@ def plan_from_options(
     # Typed settings take precedence over the game's.
     typed_settings = collect_overrides(study, option_settings, request.list_assignments())
     overrides = {**game_settings, **preset_settings, **typed_settings}
-    load_named_files(study, source.typed if source else "", values, preset.name, overrides.values())
+    load_named_files(study, source.path if source else "", values, preset.name, overrides.values())
     # The processes of runs have other working folders, where a relative path would not be found.
     for setting in overrides.keys() & set(list_outside_settings(study.family.config_class, "model", "file")):
         if overrides[setting] is not None:

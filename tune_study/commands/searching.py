@@ -13,6 +13,7 @@ from rich.console import Console
 
 from search_spaces.declaration.study import Study, make_value_label
 from trainable.config.command_lines import format_command
+from trainable.config.own_parts import PartFile
 from trainable.config.setting_types import format_value
 from trainable.runs.study_record import OBJECTIVES, STUDY_FILE, ConfirmedStudy, Search
 from tune_study.commands.preflight import choose_wandb, start_studies
@@ -30,9 +31,8 @@ from tune_study.folder.origin import NOTHING
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.host.console import print_line
 from tune_study.host.interrupt import start_time_limit
-from tune_study.host.machine_checks import Gpu
 from tune_study.plan.errors import PlanError
-from tune_study.plan.own_study import OwnStudy, StudySource
+from tune_study.plan.own_study import OwnStudy
 from tune_study.plan.search import DEFAULT_POINT, make_point_study, make_space
 from tune_study.plan.study_plan import StudyPlan, plan_runs
 from tune_study.plan.typed_settings import find_arm
@@ -43,7 +43,7 @@ SEEDS_PER_POINT = 2
 CONFIRMING_SEEDS = 5
 
 
-def find_study(name: str, request: StudyRequest) -> tuple[Study, StudySource | None]:
+def find_study(name: str, request: StudyRequest) -> tuple[Study, PartFile | None]:
     """Find the study `name` (see `find_studies`). Raises PlanError for a suite, since one study must be chosen."""
     studies = find_studies(name, request)
     if len(studies) > 1:
@@ -57,7 +57,7 @@ def plan_search(
     preset: ChosenPreset,
     request: SearchRequest,
     study_request: StudyRequest,
-    source: StudySource | None,
+    source: PartFile | None = None,
 ) -> StudyPlan:
     """Plan a new search, or the one in its folder; see `plan_from_options` for the other arguments.
 
@@ -98,15 +98,13 @@ def plan_search(
     return draw_first_points(plan) if len(plan.points) == 1 else plan
 
 
-def run_and_confirm(
-    plan: StudyPlan, launch: LaunchRequest, visible_gpus: tuple[Gpu, ...], dry_run: bool, console: Console
-) -> int:
+def run_and_confirm(plan: StudyPlan, launch: LaunchRequest, dry_run: bool, console: Console) -> int:
     """Run or resume a study, and if it is a search that ends, confirm its best point.
 
     Returns the exit code of `start_studies`: the search's, unless only the confirmation fails.
     """
     time_limit = start_time_limit(launch.max_hours)
-    exit_code = start_studies([plan], launch, visible_gpus, dry_run, console, time_limit)
+    exit_code = start_studies([plan], launch, dry_run, console, time_limit)
     # After 130 the user may continue later, and another point may then be the best.
     if plan.search is None or dry_run or exit_code not in (0, 1) or not plan.search.confirm_seeds:
         return exit_code
@@ -135,7 +133,7 @@ def run_and_confirm(
     print_line(console, f"Confirmation of {best} against {DEFAULT_POINT}, with seeds that the search never used")
     wandb = choose_wandb(launch, plan)
     launch = replace(launch, wandb=wandb.mode, wandb_project=wandb.project or None)
-    return max(exit_code, start_studies([confirmation], launch, visible_gpus, dry_run, console, time_limit))
+    return max(exit_code, start_studies([confirmation], launch, dry_run, console, time_limit))
 
 
 def _find_best(plan: StudyPlan, console: Console) -> str | None:

@@ -12,7 +12,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from search_spaces.declaration.study import make_value_label
 from trainable.config.command_lines import PROGRAM, format_command
+from trainable.config.own_parts import PartFile
 from trainable.files.paths import check_tree, lock_file, open_regular, read_bytes, write_text
 from trainable.runs.run_files import is_locked
 from trainable.runs.study_record import (
@@ -55,8 +57,8 @@ def make_run_entry(plan: StudyPlan, spec: RunSpec) -> RunEntry:
         run_id=spec.run_id,
         arm=spec.arm,
         seed=spec.seed,
-        study=spec.study_name,
-        label=spec.label,
+        study=plan.study.name,
+        label=make_value_label(spec.arm),
         experiment_name=spec.experiment_name,
         config_hash=config_hash,
         log=spec.log_path.as_posix(),
@@ -104,9 +106,13 @@ def make_study_record(plan: StudyPlan) -> StudyRecord:
         forks=plan.forks,
         search=plan.search,
         points={arm: {name: str(text) for name, text in settings.items()} for arm, settings in plan.points.items()},
-        declaration=None if plan.source is None else plan.source.record,
-        code=tuple(SourceFile(file.path, file.sha256, file.text) for file in plan.code),
+        declaration=None if plan.source is None else _make_source_file(plan.source),
+        code=tuple(map(_make_source_file, plan.code)),
     )
+
+
+def _make_source_file(file: PartFile) -> SourceFile:
+    return SourceFile(file.path, file.sha256, file.text)
 
 
 def write_study(plan: StudyPlan) -> list[str]:
@@ -133,7 +139,7 @@ def write_study(plan: StudyPlan) -> list[str]:
         command=format_command(*sys.argv[1:], program=PROGRAM if program == "__main__.py" else program),
         versions=read_versions(),
         git=read_git_state(Path(__file__).parent),
-        declaration=None if plan.source is None else plan.source.record.sha256,
+        declaration=None if plan.source is None else plan.source.sha256,
         wandb=plan.wandb,
     )
     record = replace(
@@ -172,7 +178,7 @@ def _keep_history(plan: StudyPlan, previous: StudyRecord, record: StudyRecord) -
         and previous.search == record.search
     )
     earlier = previous.earlier_declarations
-    if previous.declaration and plan.source and previous.declaration.sha256 != plan.source.record.sha256:
+    if previous.declaration and plan.source and previous.declaration.sha256 != plan.source.sha256:
         earlier = (*earlier, previous.declaration)
     return replace(
         record,

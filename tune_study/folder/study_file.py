@@ -131,7 +131,7 @@ def plan_from_folder(
         if own_study is not None and record.baseline not in ("", plan.baseline):
             raise PlanError(
                 f"its baseline {format_value(record.baseline)} was declared before the runs, and "
-                f"{format_value(own_study.source.typed, 1000)} now declares {format_value(plan.study.baseline)}: "
+                f"{format_value(own_study.source.path, 1000)} now declares {format_value(plan.study.baseline)}: "
                 "restore it, or start a new study with another --output."
             )
         if record.max_seeds is not None:
@@ -162,7 +162,7 @@ def _find_declaration(folder: Path, record: StudyRecord, own_study: OwnStudy | N
             raise PlanError(explain_missing_file(folder, entry))
         if own_study.study.name != name:
             raise PlanError(
-                f"{folder} contains the study {format_value(name)}, and {format_value(own_study.source.typed, 1000)} "
+                f"{folder} contains the study {format_value(name)}, and {format_value(own_study.source.path, 1000)} "
                 f"declares {own_study.study.name}: type --study with the file of {format_value(name)}."
             )
         return own_study.study

@@ -57,13 +57,11 @@ STUDY = make_command_study(
 
 
 class _Flag(NamedTuple):
-    """A flag of a command: where its value is, and its name without dashes."""
+    """A flag of a command: the word that ends in its value, and its name without dashes."""
 
     position: int
     name: str
     value: str
-    prefix: str
-    """What stands before the value in the same word."""
 
 
 def format_command_study(name: str, command: str, assignments: Sequence[str], logs: Path | None) -> str:
@@ -137,14 +135,14 @@ def _list_flags(words: Sequence[str]) -> list[_Flag]:
     flags = []
     for index, word in enumerate(words):
         if match := _FLAG.fullmatch(word):
-            flags.append(_Flag(index, match[2], match[3], word[: match.start(3)]))
+            flags.append(_Flag(index, match[2], match[3]))
         elif word.startswith("-") and index + 1 < len(words) and not re.match(r"-+[A-Za-z]", words[index + 1]):
-            flags.append(_Flag(index + 1, word.lstrip("-"), words[index + 1], ""))
+            flags.append(_Flag(index + 1, word.lstrip("-"), words[index + 1]))
     return flags
 
 
 def _replace(words: list[str], flag: _Flag, field: str) -> None:
-    words[flag.position] = f"{flag.prefix}{{{field}}}"
+    words[flag.position] = f"{words[flag.position].removesuffix(flag.value)}{{{field}}}"
 
 
 def _parse(text: str) -> object:

@@ -69,25 +69,11 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 """The name of a study: lower-case words joined by hyphens, since it names folders."""
 
 
-class StudySource(NamedTuple):
-    """Where the declaration of a study comes from."""
-
-    typed: str
-    """The path of its file, as it was typed; empty for a study that was declared in Python."""
-    text: str
-    """The content of the file."""
-
-    @property
-    def record(self) -> SourceFile:
-        """The record in study.json."""
-        return SourceFile(self.typed, PartFile(self.typed, self.text).sha256, self.text)
-
-
 class OwnStudy(NamedTuple):
-    """A study from a user's file or from Python, and where its declaration comes from."""
+    """A study from a user's file or from Python, and that file, whose path is empty if it was declared in Python."""
 
     study: Study
-    source: StudySource
+    source: PartFile
 
 
 def load_own_study(typed: str) -> OwnStudy:
@@ -102,7 +88,7 @@ def load_own_study(typed: str) -> OwnStudy:
         path = format_value(typed, 1000)
         raise PlanError(f"{path} has no Study called {VARIABLE}: `{NEW_COMMAND}` writes a file that has one.")
     check_study(study, typed)
-    return OwnStudy(study, StudySource(typed, file.text))
+    return OwnStudy(study, file)
 
 
 def load_typed_code(study: str | None, code_paths: Sequence[str] | None) -> OwnStudy | None:
@@ -143,21 +129,21 @@ def check_study(study: Study, path_text: str) -> None:
     path_text: where the study is declared, for the message.
     """
     path = format_value(path_text, 1000)
-    if not _NAME.fullmatch(study.name):
-        raise PlanError(
-            f"The study of {path} is called {format_value(study.name)}: a name has lower-case words joined by hyphens, "
-            f"like my-study. Set name= in the file."
-        )
-    if study.name in STUDIES or study.name in SUITES:
-        raise PlanError(
-            f"The study of {path} is called {study.name}, like a study of this package: set another name= in the file."
-        )
+    _check_name(study.name, f"set another name= in {path}")
     unknown_presets = study.axis.grids.keys() - study.family.presets.keys()
     if unknown_presets or not any(study.axis.grids.values()):
         raise PlanError(
             f"The axis of study {study.name} in {path} needs values under one of the presets "
             f"{', '.join(study.family.presets)}: set grids= in the file."
         )
+
+
+def _check_name(name: str, remedy: str) -> None:
+    """Raise PlanError if a study of a user may not have this name. remedy: how to give it another one."""
+    is_taken = name in STUDIES or name in SUITES
+    if is_taken or not _NAME.fullmatch(name):
+        problem = "is a study of this package" if is_taken else "is no name of a study"
+        raise PlanError(f"{format_value(name)} {problem}: {remedy}, of lower-case words joined by hyphens, like my-lr.")
 
 
 def read_source(path_text: str, purpose: str) -> PartFile:
@@ -358,11 +344,7 @@ def write_study_file(
     path: the file; None for NAME.py in the current folder. command, logs: of a study whose trials are a command, see
     `format_command_study`. Raises PlanError if the name is taken or the file exists.
     """
-    if not _NAME.fullmatch(name) or name in STUDIES or name in SUITES:
-        problem = "is a study of this package" if name in STUDIES or name in SUITES else "is no name of a study"
-        raise PlanError(
-            f"{format_value(name)} {problem}: type another one, of lower-case words joined by hyphens, like my-lr."
-        )
+    _check_name(name, "type another one")
     if command is None:
         text = format_study(name, parse_factors(assignments))
     else:

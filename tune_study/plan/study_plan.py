@@ -1,6 +1,7 @@
 """Plan a study: its runs with their names, settings and paths. Pure functions, without Ray."""
 
 import itertools
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from trainable.runs.study_record import (
     is_run_id,
 )
 from tune_study.plan.errors import PlanError
-from tune_study.plan.own_study import StudySource, list_resume_options
+from tune_study.plan.own_study import list_resume_options
 from tune_study.plan.search import make_point_study
 from tune_study.plan.storage_uri import join_uri
 from tune_study.plan.typed_settings import is_same_number, parse_number
@@ -43,11 +44,8 @@ class RunSpec:
 
     run_id: str
     """Unique name of the run and of its folder."""
-    study_name: str
     arm: str
     """Value of the axis, as it was typed."""
-    label: str
-    """The arm as it appears in file names."""
     seed: int
     experiment_name: str
     """Name of the arm's experiment, the same for all seeds."""
@@ -123,8 +121,8 @@ class StudyPlan:
     """Further seeds of single arms (the baseline, or arms that a look left open), by axis value."""
     max_seeds: int | None = None
     """Number of seeds per arm up to which seeds are added to open arms; None if seeds are fixed."""
-    source: StudySource | None = None
-    """Where the study is declared, a file or Python code; None for a study of this package."""
+    source: PartFile | None = None
+    """The file that declares the study, without a path if Python code does; None for a study of this package."""
     confirms: ConfirmedStudy | None = None
     """The study that this one confirms, if any."""
     forks: ForkedStudy | None = None
@@ -151,7 +149,7 @@ class StudyPlan:
     @property
     def resume_options(self) -> tuple[str, ...]:
         """What `resume` needs besides the folder."""
-        return list_resume_options(self.source.typed if self.source else None, [file.path for file in self.code])
+        return list_resume_options(self.source.path if self.source else None, [file.path for file in self.code])
 
     @property
     def ppo_config(self) -> RunConfig:
@@ -384,8 +382,7 @@ def plan_runs(plan: StudyPlan) -> StudyPlan:
             log_path = Path("logs") / fill_template(templates.log, **fields)
             checkpoint_dir = Path("model_saving") / fill_template(templates.checkpoints, **fields)
             config = arms[value].model_copy(update={"seed": seed})
-            names = (run_id, study.name, value, fields["label"], seed, name)
-            runs.append(RunSpec(*names, config, log_path, checkpoint_dir))
+            runs.append(RunSpec(run_id, value, seed, name, config, log_path, checkpoint_dir))
     plan = replace(plan, run=run, runs=tuple(runs), extra_seeds=further)
     _check_names(plan)
     return plan
@@ -496,13 +493,7 @@ def _check_names(plan: StudyPlan) -> None:
             )
     for spec in plan.runs:
         for path in (plan.get_run_dir(spec.run_id), plan.output / spec.log_path, plan.output / spec.checkpoint_dir):
-            try:
-                name_bytes, path_bytes = [len(name.encode()) for name in path.parts], len(str(path).encode())
-            except UnicodeEncodeError:
-                raise PlanError(
-                    f"The path {format_value(plan.folder)} is not in UTF-8: type another --output, or move the study."
-                ) from None
-            if max(name_bytes) > MAX_NAME_BYTES or path_bytes > MAX_PATH_BYTES:
+            if len(os.fsencode(path)) > MAX_PATH_BYTES or max(map(len, map(os.fsencode, path.parts))) > MAX_NAME_BYTES:
                 raise PlanError(
                     f"The name {format_value(path.name)} or the path to it is longer than file systems allow: type "
                     f"shorter values, a shorter --model or --output, or move the study to a shorter path."

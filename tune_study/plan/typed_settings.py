@@ -11,11 +11,7 @@ from trainable.config.command_lines import format_command
 from trainable.config.run_config import ConfigError, apply_overrides, resolve_key
 from trainable.config.schedules import split_values
 from trainable.config.setting_types import format_value
-from trainable.files.paths import UnsafePathError, read_bytes
 from tune_study.plan.errors import PlanError
-
-_MAX_BYTES = 2**20
-"""Maximum size of a file of settings."""
 
 
 def expand_groups(study: Study, entries: Sequence[str]) -> tuple[str, ...]:
@@ -69,9 +65,7 @@ def collect_overrides(
         if name == "seed":  # without effect, since every run has its own seed
             raise PlanError("`seed` is not a setting of a study: type --seeds N to run the seeds 0 to N-1.")
         if name in overrides:
-            raise PlanError(
-                f"`{name}` is given twice (`--set {format_value(assignment)}` is the second): give it once."
-            )
+            raise PlanError(f"`{name}` is given twice (`{format_value(assignment)}` is the second): give it once.")
         overrides[name] = value.strip()
     for name in set() if is_axis_free else study.axis.swept_fields & overrides.keys():
         raise PlanError(
@@ -185,20 +179,19 @@ def is_same_number(text: str, other_text: str) -> bool:
 def merge_assignments(files: Iterable[Path], typed: Iterable[str]) -> tuple[str, ...]:
     """Merge the `key=value` lines of files with typed assignments, which take precedence.
 
-    Empty lines and text after a `#` are ignored. Two spellings of one setting are refused later, as given twice. Raises
-    PlanError, naming file and line, if a file cannot be read, a line has another form, or the files have a key twice.
+    Empty lines and text after a `#` are ignored. A setting that is given twice is refused later. Raises PlanError,
+    naming file and line, if a file cannot be read or a line has another form.
     """
     typed = tuple(typed)
     typed_keys = {assignment.partition("=")[0].strip() for assignment in typed}
-    assignments: dict[str, str] = {}
+    assignments: list[str] = []
     for path in files:
         name = f"--config {format_value(str(path), 1000)}"
         try:
-            text = read_bytes(path, _MAX_BYTES).decode("utf-8-sig")
-        except (OSError, ValueError, UnsafePathError) as error:
-            problem = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
             raise PlanError(
-                f"{name} cannot be read ({problem}): type a text file with a line key=value per setting."
+                f"{name} cannot be read ({error}): type a text file with a line key=value per setting."
             ) from None
         for number, line in enumerate(text.splitlines(), 1):
             key, sign, value = (part.strip() for part in line.partition("#")[0].partition("="))
@@ -208,10 +201,6 @@ def merge_assignments(files: Iterable[Path], typed: Iterable[str]) -> tuple[str,
                 raise PlanError(
                     f"{name}, line {number}: {format_value(line.strip())} is not key=value, such as actor.lr=1e-5."
                 )
-            if key in assignments:
-                raise PlanError(
-                    f"{name} sets `{format_value(key)}` a second time ({format_value(assignments[key])}, "
-                    f"{format_value(f'{key}={value}')}): set it once."
-                )
-            assignments[key] = f"{key}={value}"
-    return (*(entry for key, entry in assignments.items() if key not in typed_keys), *typed)
+            if key not in typed_keys:
+                assignments.append(f"{key}={value}")
+    return (*assignments, *typed)

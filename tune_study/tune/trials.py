@@ -71,7 +71,7 @@ def make_trial_config(plan: StudyPlan, specs: Sequence[RunSpec], interrupt: Inte
         **find_changed_settings(first_spec.config),
         "seed": [spec.seed for spec in specs] if family.has_batched_seeds else first_spec.seed,
         "run": {
-            "study": first_spec.study_name,
+            "study": plan.study.name,
             "arm": first_spec.arm,
             "stop_rules": list(plan.study.stop_rules),
             "code": {file.name: file.text for file in list_part_files(first_spec.config)},

@@ -60,20 +60,20 @@ def test_what_is_typed_comes_before_what_a_file_says(work_dir: Path) -> None:
     ("text", "message"),
     [
         ("actor.lr=1e-4\nactor.lr\n", "--config my.conf, line 2: actor.lr is not key=value, such as actor.lr=1e-5."),
-        ("actor.lr=1e-4\nactor.lr=1e-5", "sets `actor.lr` a second time (actor.lr=1e-4, actor.lr=1e-5): set it once."),
+        ("actor.lr=1e-4\nactor.lr=1e-5", "`actor.lr` is given twice (`actor.lr=1e-5` is the second): give it once."),
     ],
 )
 def test_a_file_of_another_form_is_refused(work_dir: Path, text: str, message: str) -> None:
     assert_refused(plan_with_file(work_dir, text), message)
 
 
-@pytest.mark.parametrize("kind", ["missing", "a folder", "no text", "too large"])
+@pytest.mark.parametrize("kind", ["missing", "a folder", "no text"])
 def test_a_file_that_cannot_be_read_is_refused(work_dir: Path, kind: str) -> None:
     path = work_dir / "my.conf"
     if kind == "a folder":
         path.mkdir()
     elif kind != "missing":
-        path.write_bytes(b"\xff\xfe=1" if kind == "no text" else b"#" * 2**21)
+        path.write_bytes(b"\xff\xfe=1")
     messages = ("--config my.conf cannot be read (", "type a text file with a line key=value per setting")
     assert_refused(f"{DRY_RUN} --config my.conf", *messages)
 

@@ -39,6 +39,7 @@ WRONG: list[tuple[str, str]] = [
     ("run kl --rollout_filter_include_zero maybe", "--rollout-filter-include-zero maybe: must be True or False"),
     ("run kl --preset paper --gpus 0,1,2 --gpus-per-exp 2 --dry-run", "3 GPUs do not divide into runs of 2"),
     ("run kl --preset paper", "The study asks for 1 GPU per run and no GPU is visible"),
+    ("run kl --preset laptop --json", "type it with --dry-run"),
     ("run kl --max-concurrent 0", "--max-concurrent 0 leaves nothing to run"),
     ("run kl --wandb maybe", "--wandb maybe is not a mode: choose from offline, online, off."),
     ("run kl --model Qwen/Qwen2.5-3B", "Download it with `hf download Qwen/Qwen2.5-3B`"),
@@ -86,25 +87,18 @@ WRONG: list[tuple[str, str]] = [
     ("run kl --preset", "requires an argument"),
     ("run kl --stpes 3", "Possible options: --seeds, --set, --steps"),
     ("run kl --steps 1.5", "Example: python -m tune_study run kl --kl-values 0,0.01,0.1 --steps 60"),
-    (f"{LAPTOP} --steps 99999999999999999999", "must be less than or equal to 100000"),
     (f"{LAPTOP} --seeds 1000000", "type --seeds 401 or less"),
-    (f"{LAPTOP} --kl-values nan,inf", "must be a finite number"),
     (f"{LAPTOP} --kl-values ０,0.1", "A value is a number. Try --kl-values 0,0.01."),
     (f"{LAPTOP} --kl-values 1.0,10", "run one of them with another --output"),
     ("run top-p --preset laptop --dry-run --rollout_filter_value 0.9,nofliter", "a number or one of nofilter"),
-    (f"{LAPTOP} --set data.train_batch_size=64", "env.env_groups prompts with env.group_size rollouts each"),
     (f"{LAPTOP} --set gradient_accumulation_steps=4", "The size of a micro-batch changes the loss, unless"),
-    (f"{LAPTOP} --set lr_scheduler_type=cosine", "A schedule is written as the value of actor.lr"),
     (f"{LAPTOP} --set =1", "`python -m tune_study settings --all` lists all with their meaning"),
-    (f"{LAPTOP} --set lr=1e-4", "type one of actor.lr, critic.lr"),
     (f"{LAPTOP} --set actor.lr=1e-4,3e-4", "python -m tune_study new my-lr --vary actor.lr=1e-4,3e-4"),
     (f"{LAPTOP} --set seed=5", "type --seeds N to run the seeds 0 to N-1"),
     (f"{LAPTOP} --set env.seed_train=123 --set env.seed_val=123", "would measure what it was trained on"),
     (f"{LAPTOP} --set env.seed_val=1010000 --seeds 2", "-seed1, so its validation would measure"),
     (f"{LAPTOP} --set env.seed_train=10", "env.seed_val=123: the validation levels have the seeds 123 to"),
     (f"{LAPTOP} --set env.name=chess", "'mastermind', 'countdown', 'dataset', 'papers' or a part of yours"),
-    (f"{LAPTOP} --config nofile.txt", "type a text file with a line key=value per setting"),
-    (f"{LAPTOP} --config CONFIG", "line 1: actor.lr 1e-4 is not key=value, such as actor.lr=1e-5"),
     (f"{LAPTOP} --gpus-per-exp 0.7", "type `run` with --set trainer.device=cuda, or --gpus-per-exp 0"),
     (f"{LAPTOP} --max-hours 0", "must be greater than or equal to 0.001"),
     (f"{LAPTOP} --output ''", "--output is empty, as an unset variable is: type a path, or . for the current folder."),
@@ -113,11 +107,8 @@ WRONG: list[tuple[str, str]] = [
     (f"{LAPTOP} --set rollout.max_model_len=1", "set a longer rollout.max_model_len"),
     (f"{LAPTOP} --set rollout.response_length=1000000", "the context of sokoban-tiny has 512 tokens"),
     ("status ''", "RUN is empty, as an unset variable is"),
-    (f"status {'x' * 3000}/y", "longer than a name of a file may be: type a shorter word."),
-    (f"run {'x' * 3000}.py", "longer than a name of a file may be: type a shorter word."),
     (f"run {'x' * 3000}", "There is no study `xxx"),
     (f"{LAPTOP} --storage ftp://x/y", "Type it like s3://name/folder"),
-    (f"{LAPTOP} --max-seeds 3", "--max-seeds belongs to --until-resolved: type both, or neither."),
     ("run kl --preset laptop --address nowhere:1", "type host:port, as `ray start` printed it"),
     ("status", "Example: python -m tune_study status results/"),
     ("status nothing", NOTHING),
@@ -169,9 +160,8 @@ RIGHT = [
 
 @pytest.fixture(autouse=True)
 def folder(work_dir: Path) -> Path:
-    """The current folder, with a file, a folder, and a file of settings that is wrong."""
+    """The current folder, with a file and a folder."""
     (work_dir / "FILE").touch()
-    (work_dir / "CONFIG").write_text("actor.lr 1e-4\n")
     (work_dir / "weights").mkdir()
     return work_dir
 
@@ -185,14 +175,14 @@ def test_what_is_wrong_is_answered_with_what_to_type(folder: Path, typed: str, a
     assert not re.search(r"Traceback|\bSECRET\b", result.stderr)
     # The answer is one paragraph, or follows the usage of the command.
     assert result.stderr.startswith("Usage: ") or result.stderr.count("\n") == 1
-    assert sorted(path.name for path in folder.iterdir()) == ["CONFIG", "FILE", "weights"]
+    assert sorted(path.name for path in folder.iterdir()) == ["FILE", "weights"]
 
 
 @pytest.mark.parametrize("typed", RIGHT)
 def test_what_looks_wrong_may_be_right(folder: Path, typed: str) -> None:
     result = CliRunner().invoke(app, shlex.split(typed), prog_name="python -m tune_study")
     assert result.exit_code == 0, result.stderr
-    assert sorted(path.name for path in folder.iterdir()) == ["CONFIG", "FILE", "weights"]
+    assert sorted(path.name for path in folder.iterdir()) == ["FILE", "weights"]
 
 
 def test_a_folder_above_studies_is_answered_with_their_paths(folder: Path) -> None:

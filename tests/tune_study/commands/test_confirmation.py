@@ -1,13 +1,12 @@
 """Tests of the plan of the command `confirm`: two arms of a study, with seeds that it never used."""
 
-import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from analysis.sweep.findings import describe_confirmation
-from tests.fakes.command_line import get_output, read_files
+from tests.fakes.command_line import read_files
 from tests.fakes.plans import plan_study
 from tune_study.commands.searching import plan_confirmation
 from tune_study.folder import outputs
@@ -120,11 +119,3 @@ def test_the_report_says_which_seeds_chose_and_which_confirm(study: StudyPlan) -
     assert sentence.startswith("Confirmation of 0.01 against 0 in kl_sweep_sokoban-tiny, with seeds 5 to 8. ")
     assert "The arm was chosen by seeds 0 to 4 of that study" in sentence
     assert describe_confirmation(read_study(study.folder)) == ""
-
-
-def test_a_dry_run_writes_nothing(study: StudyPlan, work_dir: Path) -> None:
-    before = read_files(work_dir)
-    out = get_output(shlex.join(["confirm", str(study.folder), "--arm", "0.1", "--seeds", "2", "--dry-run"]))
-    assert "-seed5" in out
-    assert "-seed6" in out
-    assert read_files(work_dir) == before

@@ -231,18 +231,15 @@ def test_a_dry_run_has_the_plan(work_dir: Path) -> None:
     assert list(work_dir.iterdir()) == []
 
 
-def test_json_of_a_run_needs_a_dry_run(work_dir: Path) -> None:
-    assert_refused(type_words("run", "kl", "--preset", "laptop", "--json"), "type it with --dry-run")
-    assert list(work_dir.iterdir()) == []
-
-
 def test_a_confirmation_has_its_plan(work_dir: Path) -> None:
     study = plan_study(work_dir, ("0", "0.01"), 2)
     outputs.write_study(study)
+    before = read_files(work_dir)
     words = ("confirm", study.folder, "--arm", "0.01", "--seeds", "3", "--dry-run", "--json")
     (plan,) = read_answer(type_words(*words))["plans"]
     assert (plan["arms"], plan["seeds"]) == (["0", "0.01"], [2, 3, 4])
     assert plan["results"] == f"{study.folder}-confirm-001"
+    assert read_files(work_dir) == before
 
 
 @pytest.mark.long

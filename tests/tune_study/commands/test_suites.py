@@ -44,7 +44,7 @@ class Suite:
 
         self._monkeypatch.setattr(preflight, "execute_study", fake_execute)
         console = Console(record=True, width=300)
-        code = preflight.start_studies(self.plans, LaunchRequest(), (), False, console)
+        code = preflight.start_studies(self.plans, LaunchRequest(), False, console)
         self.output = console.export_text()
         return code
 
@@ -172,9 +172,9 @@ def test_gpus_are_for_the_studies_of_a_suite_that_take_some(tmp_path: Path, two_
     options = LaunchRequest(gpus="0")
     overrides = {"trainer.n_gpus_per_node": 1.0, "trainer.device": "cuda"}
     gpu_plan = plan_study(tmp_path, ("0",), **overrides)
-    assert preflight.start_studies([*two_plans, gpu_plan], options, (), True, console) == 0
+    assert preflight.start_studies([*two_plans, gpu_plan], options, True, console) == 0
     with pytest.raises(PlanError, match="--gpus 0 is given but a run takes no GPU: leave --gpus out"):
-        preflight.start_studies(two_plans, options, (), True, console)
+        preflight.start_studies(two_plans, options, True, console)
 
 
 @pytest.mark.parametrize("what", ["a suite", "the study"])
@@ -189,7 +189,7 @@ def test_a_refused_suite_changes_nothing_of_the_suite_or_study_that_runs(
     with outputs.lock_folder(locked_folder):
         files = read_files(first_plan.output)
         with pytest.raises(PlanError, match=f"Another process is running {what} in {locked_folder}: wait for it"):
-            preflight.start_studies(two_plans, LaunchRequest(), (), False, Console(quiet=True))
+            preflight.start_studies(two_plans, LaunchRequest(), False, Console(quiet=True))
         (first_plan.folder.parent / ".lock").unlink()
         files.pop("results/.lock", None)
         assert read_files(first_plan.output) == files

@@ -12,29 +12,10 @@ from trainable.runs.study_record import SCHEMA
 from tune_study.commands.cli import app
 from tune_study.demo import archive
 
-SMALL = FakeStudy(levels=8, total_steps=10)
-
 
 def test_the_recorded_study_is_of_this_schema_and_small() -> None:
     assert archive.read_recorded_study().schema == SCHEMA, "make it again: make record-demo"
     assert archive.ARCHIVE.stat().st_size <= 2_000_000
-
-
-@pytest.mark.long
-def test_the_command_shows_the_recorded_study(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["demo", "--output", str(tmp_path / "demo")])
-    assert result.exit_code == 0, result.stderr
-    study = archive.read_recorded_study()
-    folder = tmp_path / "demo" / "results" / study.run
-    assert "recorded earlier and comes with tune_study. Nothing is trained now." in result.stdout
-    assert study.recorded in result.stdout
-    assert f"{study.name} ({study.preset}): finished; runs: " in result.stdout
-    assert "A failed episode at the end of arm" in result.stdout
-    assert "A solved episode at the end of arm" in result.stdout
-    assert "<b>This recorded study comes with tune_study" in (folder / "report.html").read_text()
-    assert len(analysis.load(folder).trials) == len(study.runs)
-    assert not list((folder / "figures").glob("*.png"))  # only the page, which is what there is to see
-    assert (folder / "report.html").read_text().count("<svg") > 5
 
 
 def test_another_study_is_not_overwritten(tmp_path: Path) -> None:

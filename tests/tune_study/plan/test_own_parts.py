@@ -35,7 +35,7 @@ def test_an_arm_is_named_after_its_part_and_its_trial_has_the_text(tmp_path: Pat
     load_named_files(study, "", None, "laptop", [])
     plan = plan_study(tmp_path, None, study=study)
     file = PartFile("my_loss.py", LOSS)
-    assert [spec.label for spec in plan.runs] == ["ppo_clip", "loss"]
+    assert [entry.label for entry in make_study_record(plan).runs] == ["ppo_clip", "loss"]
     assert [as_run_config(spec.config).actor.policy_loss for spec in plan.runs] == [
         "ppo_clip",
         f"my_loss.py:loss#{file.digest}",

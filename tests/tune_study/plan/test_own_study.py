@@ -13,11 +13,12 @@ from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.family import PPO, as_run_config
 from tests.fakes.command_line import assert_refused, get_output, type_words
 from tests.fakes.plans import plan_study
+from trainable.config.own_parts import PartFile
 from trainable.runs.study_record import StudyRecord, read_record, write_record
 from tune_study.folder.outputs import make_study_record, write_study
 from tune_study.folder.study_file import plan_from_folder, read_study
 from tune_study.plan.errors import PlanError
-from tune_study.plan.own_study import OwnStudy, StudySource, format_study, load_own_study
+from tune_study.plan.own_study import OwnStudy, format_study, load_own_study
 
 pytestmark = pytest.mark.usefixtures("work_dir")
 
@@ -63,8 +64,12 @@ GOOD = format_study("my-lr", {"actor.lr": ("1e-4", "1e-3")})
         (None, "s.py", "There is no file s.py"),
         ("x = 1\n", "s.py", "has no Study called STUDY"),
         ("x = 1\ny = 1 / 0\n", "s.py", "ZeroDivisionError: division by zero (s.py, line 2: `y = 1 / 0`)"),
-        (GOOD.replace('"my-lr"', '"kl"'), "s.py", "called kl, like a study of this package"),
-        (GOOD.replace('"my-lr"', '"My LR"'), "s.py", "a name has lower-case words"),
+        (GOOD.replace('"my-lr"', '"kl"'), "s.py", "kl is a study of this package: set another name= in s.py"),
+        (
+            GOOD.replace('"my-lr"', '"My LR"'),
+            "s.py",
+            "My LR is no name of a study: set another name= in s.py",
+        ),
         (
             GOOD.replace('"laptop"', '"desktop"'),
             "s.py",
@@ -146,7 +151,7 @@ def test_what_is_tested_stays_that_of_the_first_start(tmp_path: Path) -> None:
         contrasts = {contrast: (("3e-4", "1e-4"),)}
         axis = Axis("actor.lr", {"laptop": ("1e-4", "3e-4")})
         study = Study("my-lr", PPO, "?", axis, {}, baseline=baseline, contrasts=contrasts)
-        return OwnStudy(study, StudySource("lr.py", text))
+        return OwnStudy(study, PartFile("lr.py", text))
 
     def start(own_study: OwnStudy) -> Path:
         plan = plan_study(tmp_path, None, study=own_study.study)

@@ -230,9 +230,3 @@ def test_validation_shares_no_seed_with_further_batches() -> None:
     plan = make_plan(STUDIES["kl"], "laptop", "a test", settings, ("0",), 1, Path("out"))
     with pytest.raises(PlanError, match="those from 260000 to 26"):
         check_level_seeds(plan)
-
-
-@pytest.mark.parametrize("name", [name for name, study in STUDIES.items() if study.family.games])
-def test_every_shipped_study_is_validated_on_other_levels_than_it_trains_on(name: str) -> None:
-    for preset in STUDIES[name].family.presets:
-        check_level_seeds(make_plan(STUDIES[name], preset, "a test", {}, None, None, Path("out")))

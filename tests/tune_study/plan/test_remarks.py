@@ -20,7 +20,7 @@ from trainable.config.choices import ADVANTAGE_ESTIMATORS, FILTER_METRICS
 from trainable.families import Remark, list_families
 from tune_study.plan import remarks
 from tune_study.plan.remarks import PPO_REMARKS
-from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.plan.study_plan import StudyPlan, check_level_seeds, make_plan
 from tune_study.plan.typed_settings import collect_overrides
 
 # For each remark a study, settings, and what is set in addition with the remark, and nearest to it without.
@@ -158,9 +158,11 @@ def list_shipped_studies() -> list[Study]:
     ],
     ids=lambda study: study.name,
 )
-def test_no_shipped_study_has_a_remark_in_any_arm_of_any_preset(study: Study) -> None:
+def test_no_shipped_study_has_a_remark_in_any_arm_of_any_preset_or_is_validated_on_its_levels(study: Study) -> None:
     for preset in study.family.presets:
-        assert find_remarks(plan_study(Path("out"), None, None, study=study, preset=preset)) == ()
+        plan = plan_study(Path("out"), None, None, study=study, preset=preset)
+        check_level_seeds(plan)
+        assert find_remarks(plan) == ()
         assert find_remarks(make_plan(study, preset, "a test", study.smoke_settings, None, None, Path("out"))) == ()
 
 

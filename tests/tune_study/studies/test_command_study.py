@@ -191,11 +191,14 @@ def test_population_based_training_continues_from_the_donors_checkpoint(tmp_path
 
 
 def test_a_study_of_trl(tmp_path: Path) -> None:
-    """The file that `new` writes from an example run, and GRPO of TRL itself."""
+    """GRPO of TRL itself, from the file that `new` writes from an example of its command and its log."""
     script = ROOT / "examples" / "trl_frozenlake.py"
     words = [sys.executable, str(script), "--beta", "0.0", "--seed", "0", "--max_steps", "2", "--eval_steps", "1"]
     words += ["--output_dir", str(tmp_path / "example")]
-    subprocess.run(words, check=True, capture_output=True, cwd=tmp_path, timeout=300)
+    checkpoint = tmp_path / "example" / "checkpoint-2"
+    checkpoint.mkdir(parents=True)
+    history = [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.5}, {"step": 2, "eval_reward": 0.5}]
+    write_object(checkpoint / "trainer_state.json", {"global_step": 2, "log_history": history})
     answer = type_words(
         "new", "trl", "--command", shlex.join(words), "--vary", "beta=0,0.3", "--to", tmp_path / "trl.py"
     )

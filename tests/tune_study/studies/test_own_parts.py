@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 import analysis
 from tests.trainable.test_part_checks import SAVED_TEXTS
-from tests.tune_study.studies.test_own_study import SMALL, type_command
+from tests.tune_study.studies.test_own_study import SMALL, train
 from trainable.config import own_parts
 from tune_study.commands.cli import app
 from tune_study.commands.probe import restore
@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (path / name).write_text(SAVED_TEXTS[name])
     (path / "parts.py").write_text(STUDY)
     settings = [f"--set={name}={value}" for name, value in {**SMALL, "trainer.total_training_steps": 4}.items()]
-    code, output, error = type_command(path, "run", "parts.py", "--preset", "laptop", "--seeds", "1", *settings)
+    code, output, error = train(path, "parts.py", *settings)
     assert code == 1, output + error
     assert "ValueError: the third call" in output + error
     return path

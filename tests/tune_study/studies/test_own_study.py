@@ -44,12 +44,15 @@ STUDY = Study(
 """Sections of the report, and the beginning of the declaration."""
 
 
+def train(folder: Path, *words: str) -> Answer:
+    """Type `run` in a new interpreter, since it starts Ray."""
+    command = [sys.executable, "-m", "tune_study", "run", *words, "--preset", "laptop", "--seeds", "1"]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=300)
+    return Answer(process.returncode, process.stdout, process.stderr)
+
+
 def type_command(folder: Path, *words: str) -> Answer:
-    if words[0] in ("run", "resume") and "--dry-run" not in words:  # these may start Ray
-        command = [sys.executable, "-m", "tune_study", *words]
-        process = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=300)
-    else:
-        process = run_python(["-m", "tune_study", *words], folder)
+    process = run_python(["-m", "tune_study", *words], folder)
     return Answer(process.returncode, process.stdout, process.stderr)
 
 
@@ -61,8 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = (path / "lr.py").read_text()
     (path / "lr.py").write_text(text.replace("\nSTUDY = Study(\n", SECTIONS))
     settings = [f"--set={name}={value}" for name, value in SMALL.items()]
-    words = ("--preset", "laptop", "--seeds", "1", "--values", "1e-4", *settings)
-    output = get_output(type_command(path, "run", "lr.py", *words))
+    output = get_output(train(path, "lr.py", "--values", "1e-4", *settings))
     assert "report.html" in output
     (path / "first_report.html").write_bytes((path / RUN / "report.html").read_bytes())
     return path

@@ -3,7 +3,9 @@
 import ast
 import importlib.util
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,10 +17,14 @@ RECIPES = sorted(path.stem for path in FOLDER.glob("*.py"))
 MAX_LINES = 40
 
 
-def get_words(recipe: str) -> list[str]:
+def read_plan(recipe: str) -> dict[str, Any]:
+    """The plan of a recipe."""
+    (plan,) = json.loads(get_output(type_words("run", FOLDER / f"{recipe}.py", "--dry-run", "--json")))["plans"]
+    return dict(plan)
+
+
+def get_words(plan: Mapping[str, Any]) -> list[str]:
     """The command of the first arm, without the program."""
-    answer = type_words("run", FOLDER / f"{recipe}.py", "--dry-run", "--json")
-    (plan,) = json.loads(get_output(answer))["plans"]
     words = split_words(next(iter(plan["commands"].values())))
     return words[words.index("-m") + 2 :] if "-m" in words else words[1:]
 
@@ -35,12 +41,13 @@ def find_folder(package: str) -> Path:
 def test_a_recipe_has_a_plan(recipe: str) -> None:
     text = (FOLDER / f"{recipe}.py").read_text()
     assert len(text.splitlines()) <= MAX_LINES
-    answer = get_output(type_words("run", FOLDER / f"{recipe}.py", "--dry-run"))
-    assert answer.count(" differs in: ") == 2
-    assert "{seed}" not in answer
-    assert "\nLogs: {" in answer
-    assert "\nCheckpoints: {output}/" in answer
-    assert get_words(recipe)
+    plan = read_plan(recipe)
+    lines = "\n".join(plan["lines"])
+    assert lines.count(" differs in: ") == 2
+    assert "{seed}" not in lines
+    assert "\nLogs: {" in lines
+    assert "\nCheckpoints: {output}/" in lines
+    assert get_words(plan)
 
 
 @pytest.mark.slow
@@ -48,7 +55,7 @@ def test_a_recipe_has_a_plan(recipe: str) -> None:
 def test_trl_reads_the_words_of_its_recipe() -> None:
     from trl.scripts.grpo import make_parser
 
-    words = get_words("trl_grpo")
+    words = get_words(read_plan("trl_grpo"))
     script, training, model, *_ = make_parser().parse_args_and_config(args=[*words, "--bf16", "False", "--use_cpu"])
     assert script.reward_funcs == ["my_rewards.score"]
     assert (training.beta, training.learning_rate, training.max_steps, training.seed) == (0.0, 1e-6, 200, 0)
@@ -61,7 +68,9 @@ def test_verl_reads_the_words_of_its_recipe() -> None:
     from hydra import compose, initialize_config_dir
 
     # Braces are fields of ours, which Hydra would read as its own.
-    words = [word.replace("{", "").replace("}", "") for word in get_words("verl_ppo") if "hydra.run" not in word]
+    words = [
+        word.replace("{", "").replace("}", "") for word in get_words(read_plan("verl_ppo")) if "hydra.run" not in word
+    ]
     with initialize_config_dir(config_dir=str(find_folder("verl") / "trainer" / "config"), version_base=None):
         config = compose(config_name="ppo_trainer", overrides=words)
     actor = config.actor_rollout_ref.actor
@@ -78,4 +87,4 @@ def test_tinker_has_the_settings_of_its_recipe() -> None:
     (config,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "CLIConfig"]
     annotated = [node.target for node in config.body if isinstance(node, ast.AnnAssign)]
     fields = {target.id for target in annotated if isinstance(target, ast.Name)}
-    assert {word.partition("=")[0] for word in get_words("tinker_math")} <= fields
+    assert {word.partition("=")[0] for word in get_words(read_plan("tinker_math"))} <= fields

@@ -55,7 +55,7 @@ def make_toy_search(output: Path, trials: int, confirm_seeds: int = 0) -> StudyP
 
 def run(plan: StudyPlan) -> tuple[int, str]:
     console = Console(record=True, width=200, force_terminal=False)
-    return run_and_confirm(plan, LAUNCH, (), False, console), console.export_text()
+    return run_and_confirm(plan, LAUNCH, False, console), console.export_text()
 
 
 def test_a_search_is_a_study_whose_arms_are_points(tmp_path: Path) -> None:

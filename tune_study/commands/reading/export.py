@@ -79,8 +79,7 @@ def _plan_from_records(folder: Path, allowed: frozenset[str]) -> StudyPlan:
         paths = Path(entry.log), Path(entry.checkpoints)
         if any(path.is_absolute() or ".." in path.parts for path in paths):
             raise PlanError(f"{format_value(folder, 1000)}/study.json names a file outside of the output folder.")
-        names = (entry.run_id, record.name, entry.arm, entry.label, entry.seed, entry.experiment_name)
-        specs.append(RunSpec(*names, config, *paths))
+        specs.append(RunSpec(entry.run_id, entry.arm, entry.seed, entry.experiment_name, config, *paths))
     values = record.axis.values
     named_settings: dict[str, Settings] = {value: {} for value in values}  # the runs have the settings of the arms
     axis = Axis(record.axis.setting, {record.preset: values}, record.axis.option, named_settings=named_settings)
