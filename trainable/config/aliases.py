@@ -47,7 +47,6 @@ ALIASES: dict[str, str] = {
     # The documents set one size for actor and critic. Here the bare key sets the actor's, and
     # critic.ppo_mini_batch_size the critic's.
     "ppo_mini_batch_size": "actor.ppo_mini_batch_size",
-    "algorithm.kl_ctrl.kl_coef": "algorithm.kl_ctrl.kl_coef",
     "es_manager.train.env_groups": "env.env_groups",
     "es_manager.train.group_size": "env.group_size",
     "es_manager.train.env_configs.n_groups": "env.env_groups",
