@@ -109,7 +109,7 @@ def test_every_field_and_alias_names_a_field() -> None:
         ("lr", r"`lr` is a setting of several sections: type one of actor\.lr, critic\.lr"),
         ("kl_loss_coeff", r"`kl_loss_coeff`\. Nearest: .*actor\.kl_loss_coef"),
         ("actor.kl_loss_coeff", r"Nearest: .*actor\.kl_loss_coef"),
-        ("actor_rollout_ref.actor.kl_loss_coeff", r"Nearest: .*actor_rollout_ref\.actor\.kl_loss_coef"),
+        ("actor_rollout_ref.actor.kl_loss_coeff", r"Nearest: actor\.kl_loss_coef"),
         ("trainer.total_steps", r"Nearest: .*trainer\.total_training_steps"),
         ("env.groupsize", r"Nearest: .*env\.group_size"),
         ("actor.success_rate", r"There is no setting `actor.success_rate`.*env.frozenlake.success_rate"),
