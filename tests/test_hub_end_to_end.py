@@ -18,7 +18,7 @@ pytestmark = pytest.mark.long
 SETTINGS = {
     "actor__use_kl_loss": True,
     "actor__kl_loss_coef": 0.01,
-    "rollout__response_length": 4,
+    "rollout__response_length": 8,
     "env__max_turn": 2,
     "trainer__total_training_steps": 2,
     "trainer__test_freq": 1,
