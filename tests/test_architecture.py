@@ -1,6 +1,7 @@
 """The architecture, checked on the syntax trees: layers, at most 14 modules per folder, no cycles, light imports."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -470,32 +471,39 @@ def test_a_class_has_a_name_of_its_own() -> None:
     assert {name: modules for name, modules in modules_by_class.items() if len(modules) > 1} == {}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("statement", "absent"),
-    [
-        ("import analysis", ("torch", "ray", "transformers", "scipy.stats", "scipy.optimize")),
+LIGHT_IMPORTS = (
+    # In one process, since what is absent after several imports is absent after each.
+    (
         # A sandbox can be imported before the studies are listed.
         ("import sandboxes.toys.study", ("torch", "ray", "transformers", "pandas")),
         ("import tune_study.commands.cli", ("torch", "ray", "transformers", "altair", "pandas")),
+        ("import analysis", ("torch", "ray", "transformers", "scipy.stats", "scipy.optimize")),
         ("import trainable.ppo.trainer", ("ray", "transformers", "vllm", "deepspeed", "peft")),
+    ),
+    (
         # What a study's driver imports.
         (
             "from tune_study.tune import run; run.import_tensorboard(); "
             "import tensorboardX, tune_study.tune.callbacks, trainable.trial, analysis.report.pages",
             ("torch", "transformers", "numba"),
         ),
-    ],
+    ),
 )
-def test_light_imports_stay_light(statement: str, absent: tuple[str, ...]) -> None:
-    code = f"{statement}\nimport sys\nprint([name for name in {absent!r} if name in sys.modules])"
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert process.stdout.strip() == "[]"
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("steps", LIGHT_IMPORTS, ids=["parts", "driver"])
+def test_light_imports_stay_light(steps: tuple[tuple[str, tuple[str, ...]], ...]) -> None:
+    lines = ["import sys"]
+    for statement, absent in steps:
+        lines += [statement, f"print([name for name in {absent!r} if name in sys.modules])"]
+    process = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert process.stdout.split() == ["[]"] * len(steps), steps
+
+
 def test_no_tolerance_is_so_wide_that_a_test_is_empty() -> None:
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.keyword) and node.arg in ("rtol", "rel") and isinstance(node.value, ast.Constant):
-                assert node.value.value is None or node.value.value <= 1e-2, f"{path}:{node.value.lineno}"
+    for path in (ROOT / "tests").rglob("*.py"):
+        for tolerance in re.findall(r"\b(?:rtol|rel)=([\d.e+-]+)\s*[,)]", path.read_text(encoding="utf-8")):
+            assert float(tolerance) <= 1e-2, path

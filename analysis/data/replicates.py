@@ -17,7 +17,7 @@ import pandas as pd
 
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import find_study_folders, load
-from trainable.files.json_values import read_json
+from trainable.files.json_values import parse_json
 from trainable.files.paths import write_text
 from trainable.runs.study_record import ENDED_STATUSES, StudyRecord
 
@@ -43,7 +43,7 @@ class Replicates(NamedTuple):
 @cache
 def read_replicates(path: Path = REPLICATES_PATH) -> tuple[Replicates, ...]:
     """Read all recorded replicates."""
-    return tuple(Replicates(**{**entry, "values": tuple(entry["values"])}) for entry in read_json(path))
+    return tuple(Replicates(**{**entry, "values": tuple(entry["values"])}) for entry in parse_json(path.read_bytes()))
 
 
 def write_replicates(replicates: Iterable[Replicates], path: Path = REPLICATES_PATH) -> None:

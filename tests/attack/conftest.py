@@ -22,7 +22,6 @@ DEADLINE = time.monotonic() + 60 * MINUTES
 SECONDS = {
     "test_damaged_files": 5.0,
     "test_hostile_folders": 10.0,
-    "test_checkpoints": 2.0,
     "test_inputs": 20.0,
     "test_kills": 150.0,
     "test_sandbox_kills": 150.0,

@@ -1,13 +1,10 @@
-"""Malformed command lines, settings and folders drawn by hypothesis, and checkpoints damaged at random."""
+"""Malformed command lines, settings and folders drawn by hypothesis."""
 
 import random
-from pathlib import Path
 
 import pytest
 
-from tests.attack.sample_study import SampleStudy
 from tests.faults import malformed, malformed_folders
-from tests.faults.damage import check_damage
 
 
 @pytest.mark.parametrize("number", range(8))
@@ -22,9 +19,3 @@ from tests.faults.damage import check_damage
 )
 def test_inputs(rng: random.Random, check: malformed.SeededCheck, examples: int, number: int) -> None:
     assert check(examples, seed=rng.getrandbits(32)).examples >= examples
-
-
-@pytest.mark.parametrize("number", range(54))
-def test_checkpoints(sample: SampleStudy, tmp_path: Path, rng: random.Random, number: int) -> None:
-    source = next(sample.folder.glob("runs/*/state/step_*"))
-    assert check_damage(source, 40, rng.getrandbits(32), tmp_path / "copy")[1] == []

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, create_model
+from pydantic import Field, create_model
 
 from trainable.config.base_config import EXECUTION_SETTINGS, BaseRunConfig, BaseTrainerConfig, SettingsSection
 from trainable.config.command_lines import quote_argument, split_words
@@ -111,7 +111,6 @@ class CommandRunnerConfig(BaseTrainerConfig):
 class CommandConfig(BaseRunConfig):
     """The settings of a run whose trainer is a command. `make_config_class` adds a section with yours."""
 
-    model_config = ConfigDict(protected_namespaces=())
     declared_sections: ClassVar[frozenset[str]] = frozenset({SETTINGS_SECTION})
     unhashed_settings: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         {
@@ -268,11 +267,7 @@ def _make_section(name: str, tree: Mapping[str, Any]) -> type[SettingsSection]:
             section = _make_section(key, entry)
             entry = (section, section())
         fields[key] = entry
-    return create_model(name, __base__=_OwnSection, __doc__="Settings of the command.", **fields)
-
-
-class _OwnSection(SettingsSection):
-    model_config = ConfigDict(protected_namespaces=())
+    return create_model(name, __base__=SettingsSection, __doc__="Settings of the command.", **fields)
 
 
 def _find_type(value: Value, typed: Sequence[str]) -> Any:

@@ -1,27 +1,12 @@
 """Names of settings: dotted names, names in the published documents (RAGEN, verl) and other trainers, short labels."""
 
+VERL_PREFIX = "actor_rollout_ref."
+"""In the published documents, sections of actor, rollout and model begin so."""
 ALIASES: dict[str, str] = {
     "model_path": "model.path",
-    "actor_rollout_ref.model.path": "model.path",
-    **{
-        f"actor_rollout_ref.actor.{name}": f"actor.{name}"
-        for name in (
-            *("use_kl_loss", "kl_loss_coef", "kl_loss_type", "entropy_coeff", "entropy_from_logits_with_chunking"),
-            *("filter_loss_scaling", "loss_agg_mode", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
-            *("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu"),
-        )
-    },
     "actor_rollout_ref.actor.optim.lr": "actor.lr",
     "actor_rollout_ref.actor.policy_loss.loss_mode": "actor.policy_loss",
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": "rollout.ref_log_prob_micro_batch_size_per_gpu",
-    **{
-        f"actor_rollout_ref.rollout.{name}": f"rollout.{name}"
-        for name in (
-            *("name", "temperature", "response_length", "max_model_len", "log_prob_micro_batch_size_per_gpu"),
-            *("gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
-            *("gradient_analysis_num_buckets", "gradient_analysis_bucket_mode", "ts_n", "ts_l"),
-        )
-    },
     "actor_rollout_ref.rollout.val_kwargs.temperature": "rollout.val_temperature",
     **{
         f"actor_rollout_ref.rollout.rollout_filter_{name}": f"filter.rollout_filter_{name}"
@@ -29,9 +14,6 @@ ALIASES: dict[str, str] = {
     },
     "actor_rollout_ref.rollout.rollout_filter_empty_stop_steps": "early_stop.empty_stop_steps",
     "rollout_filter_empty_stop_steps": "early_stop.empty_stop_steps",
-    "actor_rollout_ref.model.enable_gradient_checkpointing": "model.enable_gradient_checkpointing",
-    "actor_rollout_ref.model.lora_rank": "model.lora_rank",
-    "actor_rollout_ref.model.lora_alpha": "model.lora_alpha",
     "actor_rollout_ref.model.target_modules": "model.lora_target_modules",
     "lora.rank": "model.lora_rank",
     "lora.alpha": "model.lora_alpha",
@@ -47,7 +29,6 @@ ALIASES: dict[str, str] = {
     # The documents set one size for actor and critic. Here the bare key sets the actor's, and
     # critic.ppo_mini_batch_size the critic's.
     "ppo_mini_batch_size": "actor.ppo_mini_batch_size",
-    "algorithm.kl_ctrl.kl_coef": "algorithm.kl_ctrl.kl_coef",
     "es_manager.train.env_groups": "env.env_groups",
     "es_manager.train.group_size": "env.group_size",
     "es_manager.train.env_configs.n_groups": "env.env_groups",

@@ -45,7 +45,10 @@ class SettingsSection(BaseModel):
 
     # `validate_default`: defaults are checked and converted like values that a user types.
     # `use_attribute_docstrings`: a description is the text below its field, unless it fits into the line of the field.
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
+    # `protected_namespaces`: a setting may be called like a method of pydantic, such as model_name.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
 
     @model_validator(mode="after")
     def _check_number_range(self) -> Self:

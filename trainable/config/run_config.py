@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from trainable.config.aliases import ALIASES, MISSING_FEATURES, SYNONYMS
+from trainable.config.aliases import ALIASES, MISSING_FEATURES, SYNONYMS, VERL_PREFIX
 from trainable.config.base_config import EXECUTION_SETTINGS, BaseRunConfig, ReadCondition
 from trainable.config.choices import FILTER_METRICS, FILTER_STRATEGIES, POLICY_LOSSES
 from trainable.config.command_lines import format_command
@@ -556,11 +556,12 @@ def resolve_key(key: str, config_type: type[BaseRunConfig] = RunConfig) -> str:
     (`env.success_rate` for `env.frozenlake.success_rate`).
     """
     fields, aliases = list_field_names(config_type), config_type.aliases
-    if key in fields:
-        return key
+    short_key = key.removeprefix(VERL_PREFIX)
+    if short_key in fields:
+        return short_key
     if key in aliases:
         return aliases[key]
-    outermost_section, _, last_part = key.rpartition(".")
+    outermost_section, _, last_part = short_key.rpartition(".")
     matching_fields = [
         name
         for name in fields
@@ -575,8 +576,8 @@ def resolve_key(key: str, config_type: type[BaseRunConfig] = RunConfig) -> str:
         raise ConfigError(
             f"`{format_value(key)}` is a setting of several sections: type one of {', '.join(matching_fields)}."
         )
-    nearest = _find_nearest_keys(key, fields, aliases)
-    section = key.split(".")[0]
+    nearest = _find_nearest_keys(short_key, fields, aliases)
+    section = short_key.split(".")[0]
     section_fields = [name for name in fields if name.startswith(section + ".")]
     hint = f" Nearest: {', '.join(nearest)}." if nearest else ""
     hint += f" The section has: {', '.join(section_fields)}." if section_fields else ""

@@ -72,16 +72,13 @@ def is_pattern(text: str | None) -> bool:
         return False
 
 
-def _check_power_of_two(number: float) -> float:
-    """Return `number`. Raise ValueError unless it is a power of two."""
-    if math.frexp(number)[0] != 0.5:
-        raise ValueError(f"must be a power of two, such as {2.0 ** round(math.log2(number)):g}")
-    return number
-
-
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-PowerOfTwo = Annotated[float, Field(ge=1, le=2.0**60), AfterValidator(_check_power_of_two)]
+PowerOfTwo = Annotated[
+    float,
+    Field(ge=1, le=2.0**60),
+    require(lambda number: math.frexp(number)[0] == 0.5, "must be a power of two, such as 65536"),
+]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Patience = Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)]
 """Seconds to wait, at most a year, since operating systems cannot wait much longer."""

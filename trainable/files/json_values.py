@@ -52,23 +52,18 @@ def parse_finite(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file.
+def read_object(path: Path) -> dict[str, Any]:
+    """Read an object that `write_object` wrote, without its checksum.
 
     Raises:
         FileNotFoundError: if there is no file.
         UnsafePathError: if `path` is a link.
-        DamagedFileError: if the content is not JSON, or too large.
+        DamagedFileError: if the content is no such object, or too large.
     """
     try:
-        return parse_json(read_bytes(path, MAX_BYTES))
+        content = parse_json(read_bytes(path, MAX_BYTES))
     except ValueError as error:
         raise DamagedFileError(f"{path} is damaged: it is not valid JSON ({error})") from None
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Read an object that `write_object` wrote, without its checksum. Raises the same errors as `read_json`."""
-    content = read_json(path)
     if not isinstance(content, dict):
         raise DamagedFileError(f"{path} is damaged: it does not hold a JSON object")
     checksum = content.pop(CHECKSUM_KEY, None)

@@ -106,10 +106,7 @@ class TrainingLoop:
     settings: the settings of all runs, except the seed. runs: run_id, seed, run_dir and checkpoint_dir of each run. A
         run may have a `parent`: run_dir and checkpoint_dir of another run with its seed, and the step after which it
         continues that run, possibly with other settings.
-    options: a mapping with these optional keys.
-        study, arm: names, for the rows.
-        stop_rules: names of the rules that the runs apply.
-        interrupts: paths of files. Once one of them exists, training stops after the current step.
+    options: study, arm, stop_rules and interrupts, as in `trainable.trial.PPO`.
     must_continue: whether the runs must not start from the beginning. allows_other_settings: whether their checkpoints
         may be from runs with other settings.
     read_clock: returns the time in seconds, to decide when a rolling checkpoint is due.
@@ -339,20 +336,17 @@ class TrainingLoop:
     def _write_all(self, writes: Sequence[Callable[[], None]], in_background: bool) -> None:
         """Call `writes` one after another, in the background if asked for and if there is a writer."""
 
-        in_background = in_background and bool(writes) and self._writer is not None
-
         def write_all() -> None:
             started_at = self._read_clock()
             for write in writes:
                 write()
-            if in_background:
-                seconds = self._read_clock() - started_at
-                self._longest_write_seconds = max(self._longest_write_seconds, seconds)
+            self._longest_write_seconds = max(self._longest_write_seconds, self._read_clock() - started_at)
 
-        if in_background and self._writer is not None:
+        if in_background and writes and self._writer is not None:
             self._pending_write = self._writer.submit(write_all)
-        else:
-            write_all()
+            return
+        for write in writes:
+            write()
 
     def finish_writing(self) -> None:
         """Wait until all checkpoints are written. Raise the error of writing if there was one."""

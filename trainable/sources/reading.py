@@ -1,6 +1,6 @@
 """Read the logs of other trainers, in the format that their contents show."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainable.files.paths import read_bytes
@@ -12,11 +12,6 @@ from trainable.sources.logs import ROLES_BY_NAME, LogError, Roles, RunLog, merge
 from trainable.sources.verl_console import read_verl_console
 from trainable.sources.wandb_files import read_wandb_files
 
-SEVERAL_FILES_READERS: Sequence[Callable[[Sequence[tuple[Path, bytes]]], RunLog | None]] = (
-    read_wandb_files,
-    read_event_files,
-)
-"""Readers of the formats of which a run has several files, in which the order of time counts. They are tried first."""
 MAX_LOG_BYTES = 2**30
 
 
@@ -49,9 +44,9 @@ def read_logs(paths: Sequence[Path], roles: Roles = ROLES_BY_NAME) -> list[RunLo
 
 def parse_logs(files: Sequence[tuple[Path, bytes]], roles: Roles = ROLES_BY_NAME) -> list[RunLog]:
     """Parse the contents of the files of a run, or of a table of several; see `read_logs`."""
-    for read_all in SEVERAL_FILES_READERS:
-        if log := read_all(files):
-            return [log]
+    # First the formats of which a run has several files, in which the order of time counts.
+    if log := read_wandb_files(files) or read_event_files(files):
+        return [log]
     logs = [log for path, content in files for log in _read_file(path, content, roles)]
     return logs if len(files) == 1 else [merge_logs(logs)]
 

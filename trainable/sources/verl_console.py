@@ -78,15 +78,11 @@ def read_verl_console(path: Path, content: bytes) -> RunLog | None:
     settings: dict[str, Any] = {}
     rows: list[LogRow] = []
     trained_steps: list[int] = []
-    validation_keys: set[str] = set()
     for index, line in enumerate(lines):
         if step_match := _STEP.search(line.text):
             pairs = (pair.rpartition(":")[::2] for pair in step_match[2].split(" - "))
             values, zeros = _parse_values(pairs)
-            is_validation = all(name.startswith(("val", "test_score")) for name in values)
-            if is_validation:
-                validation_keys |= values.keys()
-            else:
+            if not all(name.startswith(("val", "test_score")) for name in values):
                 trained_steps.append(int(step_match[1]))
             # A validation that has its own line has the step of the training line before it, or is before training.
             step = int(step_match[1]) if trained_steps else -1

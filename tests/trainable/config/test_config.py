@@ -6,9 +6,7 @@ from operator import attrgetter
 
 import pytest
 
-from sandboxes.update_rules.config.settings import UpdateRuleConfig
 from trainable.config.aliases import ALIASES
-from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names, resolve_key
 
 VERL = "actor_rollout_ref"
@@ -69,12 +67,6 @@ def test_a_published_key_sets_its_field(key: str, text: str, field: str, value: 
     assert attrgetter(field)(apply_overrides(RunConfig(), {key: text})) == value
 
 
-@pytest.mark.parametrize("zero", [0, 0.0, "0", "0.0", "0.00"])
-def test_a_zero_coefficient_switches_the_kl_loss_off(zero: object) -> None:
-    assert not apply_overrides(RunConfig(), {"use_kl_loss": True, "kl_loss_coef": zero}).actor.use_kl_loss
-    assert apply_overrides(RunConfig(), {"use_kl_loss": True, "kl_loss_coef": "0.001"}).actor.use_kl_loss
-
-
 def test_a_config_survives_json_and_is_frozen() -> None:
     config = apply_overrides(RunConfig(), {"actor.betas": "[0.9, 0.95]", "trainer.logger": "['wandb']", "lam": "0.95"})
     assert RunConfig.model_validate(json.loads(config.model_dump_json())) == config
@@ -109,7 +101,7 @@ def test_every_field_and_alias_names_a_field() -> None:
         ("lr", r"`lr` is a setting of several sections: type one of actor\.lr, critic\.lr"),
         ("kl_loss_coeff", r"`kl_loss_coeff`\. Nearest: .*actor\.kl_loss_coef"),
         ("actor.kl_loss_coeff", r"Nearest: .*actor\.kl_loss_coef"),
-        ("actor_rollout_ref.actor.kl_loss_coeff", r"Nearest: .*actor_rollout_ref\.actor\.kl_loss_coef"),
+        ("actor_rollout_ref.actor.kl_loss_coeff", r"Nearest: actor\.kl_loss_coef"),
         ("trainer.total_steps", r"Nearest: .*trainer\.total_training_steps"),
         ("env.groupsize", r"Nearest: .*env\.group_size"),
         ("actor.success_rate", r"There is no setting `actor.success_rate`.*env.frozenlake.success_rate"),
@@ -313,14 +305,6 @@ def test_runs_keep_the_hash_from_before_adapters_existed() -> None:
     model = RunConfig().dump_for_hash()["model"]
     assert "prompt_style" in model
     assert not [name for name in model if name.startswith("lora") or name == "load_in_4bit"]
-
-
-@pytest.mark.parametrize("config", [RunConfig(), UpdateRuleConfig()], ids=["language model", "update rules"])
-def test_states_by_seconds_can_be_turned_off(config: BaseRunConfig) -> None:
-    timed = apply_overrides(config, {"trainer.resume_seconds": "2.5"})
-    assert timed.trainer.resume_seconds == 2.5
-    assert apply_overrides(timed, {"trainer.resume_seconds": "null"}).trainer.resume_seconds is None
-    assert timed.compute_hash() == config.compute_hash()
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,7 @@ def list_fields(section: type[BaseModel], wanted: type, prefix: str = "") -> Ite
             yield prefix + name, field.annotation
 
 
-OUT_OF_RANGE: dict[type, list[float]] = {
-    float: [1e300, -1e300, math.nextafter(MAX_FLOAT, math.inf), 1e-60, math.nextafter(MIN_FLOAT, 0), -1e-60],
-    int: [10**18, -(10**18), 10**30, MAX_INTEGER + 1],
-}
+OUT_OF_RANGE: dict[type, list[float]] = {float: [1e300, -1e-60], int: [MAX_INTEGER + 1, -(10**18)]}
 """Numbers that float32 cannot hold, and integers that no size can have."""
 FIELDS = [
     pytest.param(config_class, name, kind, annotation, id=f"{config_class.__name__}.{name}-{kind.__name__}")
@@ -115,7 +112,7 @@ def test_the_largest_batch_of_a_step_is_that_of_a_step_without_a_filter(
                 f"actor.entropy_coeff={float(value)}: must be a number of float32, in size from 1.2e-38 to 3.4e+38 "
                 "(the default is 0.0).",
             )
-            for value in ("1e300", "-1e39", "1e-60", "5e-324")
+            for value in ("-1e39", "5e-324", math.nextafter(MAX_FLOAT, math.inf), math.nextafter(MIN_FLOAT, 0))
         ),
         ({"env__env_groups": 1_000_001}, "env.env_groups=1000001: must be less than or equal to 1000000."),
         ({"env__env_groups": 2_501}, "env.env_groups=2501 takes 1000400 training levels in 400 steps"),

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from trainable.files.json_values import MAX_BYTES, DamagedFileError, find_object, read_json, read_object, write_object
+from trainable.files.json_values import MAX_BYTES, DamagedFileError, find_object, read_object, write_object
 from trainable.files.paths import UnsafePathError
 
 
@@ -11,16 +11,16 @@ from trainable.files.paths import UnsafePathError
 def test_damage_is_an_error_that_names_the_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "study.json").write_bytes(content)
     with pytest.raises(DamagedFileError, match=r"study\.json is damaged: it is not valid JSON"):
-        read_json(tmp_path / "study.json")
+        read_object(tmp_path / "study.json")
 
 
 def test_a_missing_file_is_not_a_damaged_one_and_a_link_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        read_json(tmp_path / "study.json")
+        read_object(tmp_path / "study.json")
     (tmp_path / "secret").write_text("{}")
     (tmp_path / "study.json").symlink_to(tmp_path / "secret")
     with pytest.raises(UnsafePathError, match=r"study\.json is a symbolic link"):
-        read_json(tmp_path / "study.json")
+        read_object(tmp_path / "study.json")
 
 
 OBJECT = {"name": "kl", "runs": [{"arm": "0.1", "seed": 3}], "value": 1.5e-7, "nothing": None, "text": "über"}
@@ -64,8 +64,8 @@ def test_a_file_of_many_gigabytes_is_not_read_and_a_message_shows_control_charac
     with (tmp_path / "run.json").open("wb") as file:
         file.truncate(MAX_BYTES + 1)
     with pytest.raises(DamagedFileError, match="at most 67108864 are read"):
-        read_json(tmp_path / "run.json")
+        read_object(tmp_path / "run.json")
     path = tmp_path / "a\x1b[2J.json"
     path.write_text("{")
     with pytest.raises(DamagedFileError, match=r"a\\x1b\[2J\.json is damaged"):
-        read_json(path)
+        read_object(path)

@@ -1,6 +1,6 @@
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -58,16 +58,40 @@ def test_what_was_written_is_read_bit_for_bit_and_nothing_is_pickled(tmp_path: P
         assert b"{" in start
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("fraction", [None, 0.5])
-def test_a_missing_or_truncated_file_is_named(tmp_path: Path, name: str, fraction: float | None) -> None:
-    path = write_step(tmp_path / "state") / name
-    content = path.read_bytes()
+def replace_by_folder(path: Path) -> None:
     path.unlink()
-    if fraction is not None:
-        path.write_bytes(content[: int(fraction * len(content))])
+    path.mkdir()
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "change",
+    [Path.unlink, replace_by_folder, lambda path: path.write_bytes(path.read_bytes() + b"\1")],
+    ids=["missing", "a folder", "longer"],
+)
+def test_a_file_that_is_not_what_was_written_is_named(
+    tmp_path: Path, name: str, change: Callable[[Path], object]
+) -> None:
+    change(write_step(tmp_path / "state") / name)
     with pytest.raises(CheckpointError, match=name):
         read_checkpoint(tmp_path / "state")
+
+
+def flip_bit(content: bytes, position: int) -> bytes:
+    return content[:position] + bytes([content[position] ^ 1 << position % 8]) + content[position + 1 :]
+
+
+@pytest.mark.parametrize("damage", [lambda content, end: content[:end], flip_bit], ids=["cut", "bit"])
+def test_a_file_damaged_at_any_byte_is_refused(tmp_path: Path, damage: Callable[[bytes, int], bytes]) -> None:
+    folder = write_step(tmp_path / "state")
+    for path in folder.iterdir():
+        content = path.read_bytes()
+        for position in range(len(content)):
+            path.write_bytes(damage(content, position))
+            with pytest.raises(CheckpointError, match=str(folder)):
+                read_checkpoint(folder)
+        path.write_bytes(content)
+    assert has_step(folder, 7)
 
 
 @pytest.mark.parametrize("text", ["[]", '"x"', "3", "null", "{}", '{"state.json": "0"}'])

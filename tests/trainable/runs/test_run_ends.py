@@ -61,8 +61,8 @@ def test_a_constant_reward_is_equal_in_every_group(settings: dict[str, Any]) -> 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, NO_FILTER, GRPO, {**NO_FILTER, "env__group_size": 1, "env__env_groups": 16}],
-    ids=["filter", "no filter", "no critic", "groups of one episode"],
+    [GRPO, {**NO_FILTER, "env__group_size": 1, "env__env_groups": 16}],
+    ids=["no critic", "groups of one episode"],
 )
 def test_a_normal_step_has_no_problem(settings: dict[str, Any]) -> None:
     row = train(**settings)

@@ -116,12 +116,8 @@ def make_fake_family(make_columns: Callable[[], Row]) -> TrainerFamily:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stop", [0, 2])
-def test_interrupted_after_a_step_and_started_again(
-    stop: int, tmp_path: Path, uninterrupted_run: UninterruptedRun
-) -> None:
-    train_steps(tmp_path, stop)
-    finish(tmp_path, uninterrupted_run, first_step=stop + 1)
+def test_interrupted_after_a_step_and_started_again(interrupted: Path, uninterrupted_run: UninterruptedRun) -> None:
+    finish(interrupted, uninterrupted_run, first_step=3)
 
 
 @pytest.mark.long
