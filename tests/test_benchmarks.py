@@ -62,7 +62,7 @@ SLOW_SCRIPTS = (
     "trl_grpo.py",
 )
 """Benchmarks that take longer than four seconds even with short options."""
-PHASES = ["rollout_stand_in", "collapse", "values", "reference", "update_critic", "update_actor"]
+PHASES = ["collapse", "values", "reference", "update_critic", "update_actor"]
 
 
 def has_module(name: str) -> bool:
