@@ -132,7 +132,7 @@ def test_noise_flips_rewards_before_the_kl_penalty() -> None:
 @pytest.mark.long
 def test_evaluation_is_over_windows_that_do_not_overlap(tmp_path: Path) -> None:
     path = tmp_path / "text.jsonl"
-    path.write_text("".join(json.dumps(passage) + "\n" for passage in make_sokoban_passages()[:100]), encoding="utf-8")
+    path.write_text("".join(json.dumps(passage) + "\n" for passage in make_sokoban_passages()[:200]), encoding="utf-8")
     task, models, rngs = make_task_and_models(context_len=100, text_file=str(path))
     perturb(models)
     metrics = task.evaluate(models, rngs, 1)
