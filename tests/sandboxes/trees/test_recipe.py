@@ -83,8 +83,8 @@ def test_the_programs_of_a_root_score_as_they_should() -> None:
 @pytest.mark.long
 def test_the_shipped_policy_writes_blocks_and_its_rewards_vary() -> None:
     trainer = make_trainer(env__max_turn=MAX_TURNS, env__group_size=16)
-    episodes = trainer.roll_out(trainer.val_levels[:4], 16, "sampling")
-    assert [episode.group for episode in episodes] == [group for group in range(4) for _ in range(16)]
+    episodes = trainer.roll_out(trainer.val_levels[:8], 16, "sampling")
+    assert [episode.group for episode in episodes] == [group for group in range(8) for _ in range(16)]
     validity = [valid for episode in episodes for valid in episode.turn_validity]
     assert np.mean(validity) > 0.8
     stds = compute_group_scores("reward_std", reshape_by_group([episode.score for episode in episodes], 16))

@@ -211,7 +211,7 @@ def test_a_hub_model_of_another_architecture_plays_with_the_full_prompt(tmp_path
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 8192}))
     settings = {"env__env_groups": 1, "env__group_size": 2, "env__max_turn": 2, "env__val_env_groups": 2}
-    settings |= {"rollout__max_model_len": 8192, "rollout__response_length": 8}
+    settings |= {"rollout__max_model_len": 8192, "rollout__response_length": 24}
     settings |= {"trainer__log_train_generations": 1, "trainer__test_freq": 1, "model__lora_rank": 4}
     output = make_trainer(model__path=str(folder), model__prompt_style="full", **settings).step()
     # Random weights write no block; each reply is answered, and the answer asks for one.
