@@ -16,7 +16,7 @@ PARALLEL := --numprocesses 3
 # The priority of the tests that run beside those with processes.
 BESIDE := nice -n 10
 
-.PHONY: setup compile smollm2 kl entropy top-p collapse test test-faults test-ci test-slow test-browser attack replicates record-demo test-engines test-trl test-all check lint types format bench bench-engines setup-gpu test-gpu bench-gpu clean
+.PHONY: setup compile smollm2 kl entropy top-p collapse test test-faults test-ci test-slow test-browser attack replicates record-demo test-engines test-trl test-all check lint types format bench setup-gpu test-gpu bench-gpu clean
 
 setup: .venv/ready
 
@@ -127,7 +127,7 @@ attack: setup
 	touch $@
 
 # It has another numba, and two of them overwrite each other's machine code of one source, which then differs in rounding.
-test-engines bench-engines: export NUMBA_CACHE_DIR := $(CURDIR)/.venv-engines/numba
+test-engines: export NUMBA_CACHE_DIR := $(CURDIR)/.venv-engines/numba
 
 test-engines: .venv-engines/ready
 	OMP_NUM_THREADS=1 $(ENGINES)/python -m pytest -m engines tests/engines
@@ -199,7 +199,7 @@ format: setup
 		hydra-core==1.3.8 omegaconf==2.3.1 antlr4-python3-runtime==4.9.3
 	touch $@
 
-# All figures beside the last ones; bench-engines has those that need vLLM. SAVE=1 makes them the last ones.
+# All figures beside the last ones. SAVE=1 makes them the last ones.
 bench: .venv-bench/ready
 	$(BENCH)/python benchmarks/figures.py $(if $(SAVE),--save)
 
@@ -207,9 +207,6 @@ bench: .venv-bench/ready
 test-trl: .venv-bench/ready
 	OMP_NUM_THREADS=1 $(BENCH)/python -m pytest tests/trainable/algo/test_trl_oracle.py tests/trainable/sources/test_writers.py \
 		tests/tune_study/studies/test_recipes.py
-
-bench-engines: .venv-engines/ready
-	OMP_NUM_THREADS=1 $(ENGINES)/python benchmarks/rollout_engines.py
 
 clean:
 	rm -rf .venv .venv-engines .venv-bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

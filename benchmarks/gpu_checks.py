@@ -244,7 +244,7 @@ def make_step_check(shape: str, *extra: str) -> Callable[[argparse.Namespace], F
     def measure(options: argparse.Namespace) -> Figures:
         used_shape = "tiny" if options.short else shape
         short_options = ["--episodes", "16", "--tokens", "4"] if options.short else []
-        arguments = ["--shape", used_shape, "--device", options.device, "--skip-rollout", *extra, *short_options]
+        arguments = ["--shape", used_shape, "--device", options.device, *extra, *short_options]
         figures = run_script([str(FOLDER / "gpu_step.py"), *arguments], 900)
         return {name: figures[name] for name in ("shape", "conversation_tokens", "peak_tflops_per_s", "phases")}
 

@@ -3,7 +3,7 @@
 The batch is synthetic: groups of 16 episodes of 5 turns, with replies of 1 to --tokens tokens. MFU is the FLOP/s of
 the model in a phase, relative to the throughput of large matrix products (bfloat16 on a GPU, float32 on a CPU) that
 this run measures. A forward pass counts once and a backward pass twice. Recomputed activations do not count, nor do
-thoughts' shared prefixes. The rollout phase is a placeholder: one short reply per episode from the torch sampler.
+thoughts' shared prefixes.
 Run: python benchmarks/gpu_step.py --shape 3b --device cuda; python benchmarks/gpu_step.py --shape tiny --device cpu
 """
 
@@ -28,15 +28,12 @@ from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.ppo.phases import estimate_forward_flops, measure_peak_flops, time_call
 from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, compute_at_trained_tokens, update_critic
 from trainable.rollout.episode import Batch, Episode, StopReason, collate
-from trainable.rollout.sampler import SamplingParams
-from trainable.rollout.torch_sampler import TorchSampler
 from tune_study.placement.model_files import find_published_sizes
 
 GROUP_SIZE = 16
 TURNS = 5
 NUM_SAMPLES = 64  # thoughts in each sample of the collapse diagnostics
 NUM_OPENINGS = 8  # prompts of the first-turn sample
-ROLLOUT_TOKENS = 16
 NO_GRAD_ROWS = 8  # sequences per forward pass without gradients
 ACTOR_CONFIG = ActorConfig(use_kl_loss=True, kl_loss_type="low_var_kl", entropy_coeff=0.001)
 
@@ -202,27 +199,6 @@ def make_collapse_phase(policy: Qwen2, episodes: Sequence[Episode]) -> Phase:
     )
 
 
-def make_rollout_phase(policy: Qwen2, episodes: Sequence[Episode]) -> Phase:
-    """Phase that samples one reply of `ROLLOUT_TOKENS` tokens per episode, in place of a rollout of whole episodes."""
-    opening_length = int(np.flatnonzero(episodes[0].mask)[0])
-    prompts = [episode.tokens[:opening_length].tolist() for episode in episodes[::GROUP_SIZE]]
-    rows, shape = GROUP_SIZE * len(prompts), policy.shape
-    params = SamplingParams(1.0, ROLLOUT_TOKENS, -1)  # no vocabulary has this stop token, so replies have full length
-
-    def run() -> None:
-        rngs = np.random.default_rng(0).spawn(rows)
-        conversation = TorchSampler(policy).start_conversation(prompts, params, rngs)
-        conversation.sample_replies(range(rows), [[] for _ in range(rows)])
-
-    prefill_flops = estimate_forward_flops(shape, [opening_length] * len(prompts), len(prompts), 0)
-    reply_lengths = [ROLLOUT_TOKENS] * rows
-    return Phase(
-        run,
-        prefill_flops
-        + estimate_forward_flops(shape, reply_lengths, sum(reply_lengths), shape.vocab_size, opening_length),
-    )
-
-
 def measure_phase(phase: Phase, device: torch.device, peak_flops_per_s: float) -> dict[str, float | None]:
     """Seconds, TFLOPs, MFU and peak GPU memory of one phase."""
     if device.type == "cuda":
@@ -252,7 +228,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--keep-activations", action="store_true", help="do not recompute activations in the backward pass"
     )
-    parser.add_argument("--skip-rollout", action="store_true", help="leave out the rollout phase")
     args = parser.parse_args()
     if args.episodes < GROUP_SIZE or args.episodes % GROUP_SIZE:
         parser.error(f"--episodes={args.episodes}: must be a multiple of {GROUP_SIZE}, such as 128")
@@ -272,8 +247,7 @@ def main() -> None:
     networks = make_networks(make_shape(args.shape), device, getattr(torch, dtype), not args.keep_activations)
     episodes = make_episodes(args.episodes, turn_lengths, networks.policy.shape.vocab_size)
     batch = collate(episodes).to(device)
-    phases = {} if args.skip_rollout else {"rollout_stand_in": make_rollout_phase(networks.policy, episodes)}
-    phases |= {"collapse": make_collapse_phase(networks.policy, episodes), **make_training_phases(networks, batch)}
+    phases = {"collapse": make_collapse_phase(networks.policy, episodes), **make_training_phases(networks, batch)}
     # Not timed: the first run selects kernels and allocates the optimizer's moments.
     for phase in phases.values():
         phase.run()

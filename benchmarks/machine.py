@@ -35,14 +35,6 @@ def find_version(package: str) -> str | None:
         return None
 
 
-def read_load_average() -> float | None:
-    """Load average of the last minute, or None if the system does not report it."""
-    try:
-        return round(os.getloadavg()[0], 2)
-    except OSError:
-        return None
-
-
 def describe() -> dict[str, object]:
     """Entries to print with every measurement; None for values that this machine does not have or report."""
     return {
@@ -51,5 +43,5 @@ def describe() -> dict[str, object]:
         "python": platform.python_version(),
         "packages": {name: find_version(name) for name in PACKAGES},
         "commit": read_git_commit(),
-        "load_average": read_load_average(),
+        "load_average": round(os.getloadavg()[0], 2),
     }

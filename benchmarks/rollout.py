@@ -80,10 +80,11 @@ class GenerateSampler:
         self.model = model
 
     def start_conversation(
-        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: np.random.Generator
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, rngs: Sequence[np.random.Generator]
     ) -> Conversation:
-        """Start a conversation with `group_size` rows per prompt."""
-        torch.manual_seed(int(rng.integers(2**31)))
+        """Start a conversation with equally many rows per prompt (see `Sampler.start_conversation`)."""
+        torch.manual_seed(int(rngs[0].integers(2**31)))
+        group_size = len(rngs) // len(prompts)
         return GenerateConversation(self.model, [list(p) for p in prompts for _ in range(group_size)], params)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sandboxes.distillation import family as distillation
 from sandboxes.pedagogy import study as pedagogy
-from sandboxes.update_rules import records as update_rules
+from sandboxes.update_rules import family as update_rules
 from sandboxes.vector_rewards import study as vector_rewards
 from trainable.runs.records import (
     GRADIENT_COLUMNS,

@@ -241,7 +241,7 @@ def make_teacher_table(config: DistillationConfig) -> Tensor:
     """
     actions = torch.arange(config.num_actions)
     if config.task != "soft_reversal":
-        others = config.teacher_epsilon / max(config.num_actions - 1, 1)
+        others = config.teacher_epsilon / (config.num_actions - 1)
         return torch.where(actions == actions[:, None], 1 - config.teacher_epsilon, others).double().log().float()
     vocab_size = config.vocab_size
     distance = (actions - actions[:, None] % vocab_size).abs() % vocab_size

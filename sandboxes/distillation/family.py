@@ -16,30 +16,10 @@ from sandboxes.toys.study import (
     set_length,
 )
 from trainable.families import DisplayColumn, OutcomeColumn, Settings
-from trainable.runs.records import TOY_TIME_COLUMNS, Column
+from trainable.runs.records import TOY_TIME_COLUMNS, Column, read_columns
 
-STEP_COLUMNS: tuple[Column, ...] = (
-    Column("test_error", "fraction", "wrong tokens among the greedily decoded ones, on new prompts"),
-    Column("entropy", "nats", "mean entropy of the student along the greedy sequences"),
-    Column("greedy_separator_rate", "fraction", "separators (which are never correct) among the greedy tokens"),
-    Column("loss", "1", "the loss of the step"),
-    Column("reward", "fraction", "mean reward of the sampled sequences; nothing trains on it"),
-    Column("reverse_kl", "nats", "exact KL(student || teacher), mean over the sampled positions"),
-    Column("forward_kl", "nats", "exact KL(teacher || student) at the same positions"),
-    Column("sampled_reverse_kl", "nats", "mean of log student - log teacher of the sampled tokens"),
-    Column("student_entropy", "nats", "mean entropy of the student at the sampled positions"),
-    Column("teacher_entropy", "nats", "mean entropy of the teacher at the sampled positions"),
-    Column("entropy_gap", "nats", "student_entropy - teacher_entropy"),
-    Column("top1_agreement", "fraction", "positions at which both have the same most likely token"),
-    Column("overlap_at_k", "fraction", "the student's overlap_k most likely tokens that are among the teacher's too"),
-    Column("student_topk_mass", "1", "OPDTopKReverseKL: probability that the student gives to the support"),
-    Column("teacher_topk_mass", "1", "OPDTopKReverseKL: probability that the teacher gives to the support"),
-    Column("topk_support_size", "tokens", "OPDTopKReverseKL: mean size of the support"),
-    Column("is_warmup", "1", "1 in the steps before the switch to the top-k loss, otherwise 0"),
-    Column("gradient_projection", "1", "measures_variance: projection of the gradient on a fixed random unit vector"),
-    Column("gradient_norm", "1", "measures_variance: norm of the gradient"),
-    *TOY_TIME_COLUMNS,
-)
+_TABLES = read_columns(__file__)
+STEP_COLUMNS: tuple[Column, ...] = (*_TABLES["step"], *TOY_TIME_COLUMNS)
 """A row is one evaluation, of the weights before the step. Columns of a batch describe it before the step's update; the
 last row has none. Source: the published diagnostics, which have the prefix `diag_`."""
 TRIAL_COLUMNS: tuple[Column, ...] = (
@@ -48,11 +28,7 @@ TRIAL_COLUMNS: tuple[Column, ...] = (
         "late_test_error final_test_error final_entropy final_greedy_separator_rate last_reverse_kl "
         "last_top1_agreement last_overlap_at_k last_reward last_student_topk_mass last_teacher_topk_mass",
     ),
-    Column("switch_test_error", "fraction", "test_error at the switch from the warm-up to the top-k loss"),
-    Column("error_since_switch", "fraction", "final_test_error - switch_test_error"),
-    Column("gradient_variance", "1", "measures_variance: variance (divisor n - 1) of gradient_projection"),
-    Column("log10_gradient_variance", "decades", "measures_variance: decimal logarithm of gradient_variance"),
-    Column("mean_gradient_norm", "1", "measures_variance: mean of gradient_norm over the batches"),
+    *_TABLES["trial"],
 )
 
 STEPS = 300

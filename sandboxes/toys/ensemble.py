@@ -185,7 +185,9 @@ class EnsembleTrainer:
             "seconds": self._measure_elapsed(),
             "seconds_at_row": self._seconds_at_last_row,
         }
-        return TrainerState(slice_member(self.algorithm.get_tensors(), member), values)
+        # Copies, so that the memory of the other members can be freed.
+        tensors = {name: tensor[member].detach().clone() for name, tensor in self.algorithm.get_tensors().items()}
+        return TrainerState(tensors, values)
 
     def load_states(self, states: Sequence[TrainerState]) -> None:
         """Continue with the members of `states`, which may come from different trainers.
@@ -198,7 +200,8 @@ class EnsembleTrainer:
             if len(set(steps)) > 1:
                 raise ValueError(f"The states are from the steps {steps}, but members continue together at one step.")
             algorithm = self._make_algorithm(self.config, seeds)
-            algorithm.load(stack_members([state.tensors for state in states]), values)
+            tensors = {name: torch.stack([state.tensors[name] for state in states]) for name in states[0].tensors}
+            algorithm.load(tensors, values)
             seconds, seconds_at_row = values[0]["seconds"], values[0]["seconds_at_row"]
         except (KeyError, TypeError, RuntimeError, ValueError) as error:
             # Missing keys, wrong types, and shapes that do not stack all mean that the states do not fit.
@@ -206,16 +209,6 @@ class EnsembleTrainer:
         self.seeds, self.algorithm, self.step_index = seeds, algorithm, steps[0]
         self._start_time, self._resumed_seconds = time.perf_counter(), seconds
         self._seconds_at_last_row = seconds_at_row
-
-
-def slice_member(tensors: Mapping[str, Tensor], member: int) -> dict[str, Tensor]:
-    """Slice one member out of each tensor, as a copy, so that the memory of the other members can be freed."""
-    return {name: tensor[member].detach().clone() for name, tensor in tensors.items()}
-
-
-def stack_members(slices: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Stack the members' slices, in this order, along a new first axis: the inverse of `slice_member`."""
-    return {name: torch.stack([member[name] for member in slices]) for name in slices[0]}
 
 
 def select_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

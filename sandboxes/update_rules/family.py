@@ -1,4 +1,9 @@
-"""The family of update-rule studies, and the conditions that they share."""
+"""The family of update-rule studies, the conditions that they share, and the columns of their rows.
+
+`columns.csv` lists the columns. A row is one evaluation. `step` is the number of batches trained on so far: the row of
+step 0 describes the initial weights, the last row the final ones. With a delay, the first row has step `delay`. Columns
+of a batch describe the batch that is trained on after the evaluation; the last row has no such columns.
+"""
 
 from functools import partial
 from types import MappingProxyType
@@ -7,13 +12,28 @@ from sandboxes.toys.study import (
     BYTES_PER_PARAMETER,
     BYTES_PER_ROW,
     Description,
+    make_summary_columns,
     make_toy_family,
     make_toy_study,
     set_length,
 )
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.records import STEP_COLUMNS, TRIAL_COLUMNS
 from trainable.families import OutcomeColumn, Settings
+from trainable.runs.records import TOY_TIME_COLUMNS, Column, read_columns
+
+_TABLES = read_columns(__file__)
+RULE_COLUMNS = _TABLES["rule"]
+"""Metrics of the rules and of Kondo's screen."""
+STEP_COLUMNS: tuple[Column, ...] = (*_TABLES["step"], *RULE_COLUMNS, *_TABLES["step_end"], *TOY_TIME_COLUMNS)
+TRIAL_COLUMNS: tuple[Column, ...] = (
+    *_TABLES["late"],
+    *make_summary_columns(
+        STEP_COLUMNS,
+        "final_test_error final_entropy final_test_error_unscored final_chain_reward final_perplexity "
+        "final_greedy_separator_rate",
+    ),
+    *_TABLES["trial"],
+)
 
 GROUP_SETTINGS: Settings = MappingProxyType({"group_size": 8, "inner_epochs": 4})
 """The condition that the documents call grouped: 12 prompts with 8 rollouts, four optimizer steps per batch."""

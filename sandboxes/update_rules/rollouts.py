@@ -108,5 +108,5 @@ class Task(Protocol):
         ...
 
     def evaluate(self, models: Any, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
-        """Compute columns of `records.EVALUATION_COLUMNS`, [E] each: test_error, entropy, ..."""
+        """Compute the columns of an evaluation, [E] each: test_error, entropy, ..."""
         ...

@@ -10,7 +10,7 @@ import numpy as np
 
 from analysis.data.summaries import LATE_EVALUATIONS
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.records import STEP_COLUMNS
+from sandboxes.update_rules.family import STEP_COLUMNS
 from sandboxes.update_rules.studies.published import EVIDENCE
 from tests.fakes.run_folders import make_status_json, make_stop_columns
 from trainable.files.json_lines import write_lines

@@ -29,17 +29,17 @@ class Column(NamedTuple):
     published_key: str = ""
 
 
-def _read_columns() -> dict[str, tuple[Column, ...]]:
-    """Read `columns.csv`: the columns of each table, in order."""
+def read_columns(module: str) -> dict[str, tuple[Column, ...]]:
+    """Read `columns.csv` beside the file of a module: the columns of each table, in order."""
     tables: dict[str, tuple[Column, ...]] = {}
-    text = read_bytes(Path(__file__).with_name("columns.csv")).decode()
+    text = read_bytes(Path(module).with_name("columns.csv")).decode()
     for entry in csv.DictReader(text.splitlines()):
-        column = Column(entry["name"], entry["unit"], entry["meaning"], entry["published_key"])
+        column = Column(entry["name"], entry["unit"], entry["meaning"], entry.get("published_key", ""))
         tables[entry["table"]] = (*tables.get(entry["table"], ()), column)
     return tables
 
 
-_TABLES = _read_columns()
+_TABLES = read_columns(__file__)
 
 QUANTITIES = _TABLES["quantity"]
 """Of each of the two samples, under the published names; M is the number of prompts in the sample.

@@ -42,6 +42,7 @@ from analysis.report.section import (
     text,
 )
 from analysis.sweep import findings, series
+from analysis.sweep.tables import compare_outcomes
 from analysis.sweep.verdicts import format_interval, format_signed, format_signed_4, is_missing
 from sandboxes.toys.published.cells import POOLED
 from sandboxes.toys.published.reproduction import compare_to_published, describe_sources, summarize_verdicts
@@ -54,8 +55,11 @@ class ToyResults(StudyResults):
 
     @cached_property
     def differences(self) -> pd.DataFrame:
-        """From `tables.compute_differences`: one row per outcome and arm other than the baseline."""
-        return tables.compute_differences(self.frames)
+        """From `compare_outcomes`: one row per outcome and arm other than the baseline.
+
+        First steps are not compared, because runs that never reach one have no number.
+        """
+        return compare_outcomes(self.frames, tables.list_outcomes(self.frames))
 
     @cached_property
     def statistics(self) -> pd.DataFrame:
@@ -108,7 +112,7 @@ def _make_verdict_table(results: ToyResults) -> Iterator[Table]:
 
 
 def _add_differences(results: ToyResults, rows: Iterable[Row]) -> list[Row]:
-    """Add the columns of `tables.compute_differences` to rows with arm and column; None without a difference."""
+    """Add the columns of `ToyResults.differences` to rows with arm and column; None without a difference."""
     differences = {(row["arm"], row["column"]): row for row in to_records(results.differences)}
     untested = dict.fromkeys(results.differences.columns)
     return [{**untested, **differences.get((row["arm"], row["column"]), {}), **row} for row in rows]

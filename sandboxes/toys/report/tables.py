@@ -19,7 +19,6 @@ from analysis.data.compare import (
 from analysis.data.frames import StudyFrames
 from analysis.sweep import findings
 from analysis.sweep.series import make_curves
-from analysis.sweep.tables import compare_outcomes
 from analysis.sweep.verdicts import count_nouns, describe_stops, describe_unfinished
 from sandboxes.toys.published.reproduction import sample_std
 from sandboxes.toys.study import Description
@@ -68,16 +67,6 @@ def compute_arm_statistics(frames: StudyFrames) -> pd.DataFrame:
         rows.append((arm, name, mean, std / math.sqrt(len(values) or 1), std, len(values), len(runs), missing_seeds))
     names = ["arm", "column", "mean", "standard_error", "standard_deviation", "n", "scored_runs", "missing_seeds"]
     return pd.DataFrame(rows, columns=names)
-
-
-def compute_differences(frames: StudyFrames) -> pd.DataFrame:
-    """One row per outcome and arm other than the baseline: arm minus baseline, with its interval.
-
-    The noise is that of all arms of the study (`analysis.stats.noise`), and `basis` says what the interval is over.
-    p_holm and p_equal_holm are corrected over the arms for the primary outcome, and over arms and columns together for
-    the others. First steps are not compared, because runs that never reach one have no number.
-    """
-    return compare_outcomes(frames, list_outcomes(frames))
 
 
 def list_outcomes(frames: StudyFrames) -> list[str]:

@@ -124,7 +124,7 @@ class ReplProcess:
         self._context = dict(context)
         self._may_query, self._limits = may_query, limits or ReplLimits()
         self._process: ConfinedChild | None = None
-        self._token, self._open_prompts = "", 0
+        self._token = ""
         self._cpu_left = self._wall_left = 0.0
         self._start()
 
@@ -143,10 +143,8 @@ class ReplProcess:
     def execute(self, code: str) -> Execution | Query:
         """Run code until it ends, or until it calls child episodes, whose results `answer` passes back.
 
-        Raises ValueError while a query is open, and ConfinementError if a new process is needed and does not start.
+        Raises ConfinementError if a new process is needed and does not start.
         """
-        if self._open_prompts:
-            raise ValueError("A query is open: hand over its answers first.")
         if self._process is None:
             self._start()
         self._cpu_left = self._limits.seconds
@@ -154,15 +152,11 @@ class ReplProcess:
         return self._exchange({"kind": "execute", "code": code})
 
     def answer(self, values: Sequence[str]) -> Execution | Query:
-        """Pass back the final answers of the open query's children, and continue. ValueError if the number is wrong."""
-        if not self._open_prompts or len(values) != self._open_prompts:
-            raise ValueError(f"{len(values)} answers for {self._open_prompts} open prompts.")
+        """Pass back the final answers of the last query's children, one per prompt, and continue."""
         return self._exchange({"kind": "answers", "values": list(values)})
 
     def refuse(self, problem: str) -> Execution | Query:
-        """Raise `problem` in the code as the result of its open query, and continue. ValueError without a query."""
-        if not self._open_prompts:
-            raise ValueError("No query is open.")
+        """Raise `problem` in the code as the result of its last query, and continue."""
         return self._exchange({"kind": "problem", "text": problem})
 
     def _start(self) -> None:
@@ -187,7 +181,6 @@ class ReplProcess:
             raise
 
     def _exchange(self, message: dict[str, Any]) -> Execution | Query:
-        self._open_prompts = 0
         reply = self._ask(message, {"query", "result"} if self._may_query else {"result"})
         assert self._process is not None
         if isinstance(reply, str):
@@ -201,7 +194,6 @@ class ReplProcess:
         # Stopped until the next message: code that forged a reply would continue to run.
         self._process.send_signal(signal.SIGSTOP)
         if isinstance(reply, _QueryReply):
-            self._open_prompts = len(reply.prompts)
             return Query(tuple(map(_clean, reply.prompts)), tuple(map(_clean, reply.contexts)))
         assert isinstance(reply, _ResultReply)
         return Execution(_clean(reply.stdout), _clean(reply.stderr), _clean(reply.final))

@@ -12,6 +12,9 @@ Role = Literal["root", "child"]
 FENCE = "```"
 BLOCK_START = f"{FENCE}repl\n"
 NO_BLOCK_PROBLEM = f"There was no block of code. Write exactly one, from {FENCE}repl to {FENCE}."
+# Any pair of fences, of which only one that begins with ```repl on a separate line has code. Blanks after the tag are
+# invisible.
+_BLOCK = re.compile(r"```repl[^\S\n]*\n(.*?)```|```.*?```", re.DOTALL)
 _FINAL_LINE = re.compile(r"^[ \t]*FINAL(_VAR)?\((.*)\)[ \t]*$", re.MULTILINE)
 
 _TOOLS = (
@@ -43,7 +46,7 @@ class ReplyContent(NamedTuple):
 
 def parse_reply(text: str) -> ReplyContent:
     """Read a reply: exactly one block that begins with ```repl, or none and a line FINAL(...) or FINAL_VAR(...)."""
-    blocks = _list_blocks(text)
+    blocks = [block[1] for block in _BLOCK.finditer(text) if block[1] is not None]
     if len(blocks) == 1:
         return ReplyContent(code=blocks[0])
     if blocks:
@@ -52,22 +55,6 @@ def parse_reply(text: str) -> ReplyContent:
         content = _unquote(match[2].strip())
         return ReplyContent(variable=content) if match[1] else ReplyContent(answer=content)
     return ReplyContent(problem=NO_BLOCK_PROBLEM)
-
-
-def _list_blocks(text: str) -> list[str]:
-    """List the contents of all blocks that begin with ```repl on a separate line and end with ```."""
-    blocks, rest = [], text
-    while (start := rest.find(FENCE)) >= 0:
-        opening, rest = rest[start:], rest[start + len(FENCE) :]
-        end = rest.find(FENCE)
-        if end < 0:
-            break
-        # Ignores trailing blanks after the tag, which are invisible.
-        tag, line_end, code = rest[:end].partition("\n")
-        if line_end and tag.strip() == "repl" and opening.startswith(f"{FENCE}repl"):
-            blocks.append(code)
-        rest = rest[end + len(FENCE) :]
-    return blocks
 
 
 def _unquote(text: str) -> str:

@@ -32,17 +32,17 @@ NOISE_MODES = ("none", *SHARED_NOISE_MODES, *SEQUENCE_NOISE_MODES)
 REPLAY_PRIORITIES = ("uniform", "reward", "advantage", "surprisal", "delight", "fresh_delight", "freshness")
 """What the probability of drawing a batch from the replay buffer depends on: the source's six, and age alone."""
 
-_TASK_SETTINGS = {
-    **dict.fromkeys(("vocab_size", "seq_len", "d_model", "nhead", "num_layers"), SEQUENCE_TASKS),
-    "binary_reward": TOKEN_REWARD_TASKS,
-    "score_len": ("masked_reversal",),
-    **dict.fromkeys(("hidden", "mnist_folder"), BANDIT_TASKS[:1]),
-    **dict.fromkeys(("model_name", "text_file", "context_len", "kl_weight"), BANDIT_TASKS[1:]),
-}
-
+_MODEL_SETTINGS = ("vocab_size", "seq_len", "d_model", "nhead", "num_layers")
 _CONDITIONS: tuple[ReadCondition, ...] = (
     *derive_conditions(
-        "task", {task: [name for name in _TASK_SETTINGS if task in _TASK_SETTINGS[name]] for task in TASKS}
+        "task",
+        {
+            **dict.fromkeys(SEQUENCE_TASKS, _MODEL_SETTINGS),
+            "token_reversal": (*_MODEL_SETTINGS, "binary_reward"),
+            "masked_reversal": (*_MODEL_SETTINGS, "binary_reward", "score_len"),
+            "mnist": ("hidden", "mnist_folder"),
+            "lm_bandit": ("model_name", "text_file", "context_len", "kl_weight"),
+        },
     ),
     *derive_conditions(
         "method",

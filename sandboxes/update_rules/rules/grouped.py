@@ -128,11 +128,9 @@ def max_rl(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> R
     Source: Tajwar et al. 2026, arXiv:2602.02710; the ratios, truncated at iw_cap, are an addition of this sandbox.
     Reduces to: at r = 1 to group-baseline PG divided by the group's success rate; 0 if no rollout is correct.
     Axis: influence. The gradient raises log success rates instead of success rates.
-    ValueError: no groups, or a kept reward is neither 0 nor 1.
+    ValueError: no groups.
     """
     moments = group_moments(rollouts)
-    if not torch.isin(rollouts.rewards[rollouts.keep_mask], rollouts.rewards.new_tensor([0.0, 1.0])).all():
-        raise ValueError("MaxRL needs rewards of 0 and 1, but this batch has others. Set binary_reward=true.")
     action_log_probs = select_log_probs(log_probs, rollouts.actions)
     advantage = (moments.deviations / (moments.mean + STD_FLOOR)).flatten(1).to(action_log_probs.dtype).unsqueeze(-1)
     weight = capped_ratios(action_log_probs, rollouts, config.iw_cap)

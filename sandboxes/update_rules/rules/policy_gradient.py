@@ -109,14 +109,7 @@ def log_growth(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) 
     Source: this sandbox.
     Reduces to: REINFORCE if only wrong actions were sampled; in expectation, with baseline 0, to CE.
     Axis: influence. The weight grows with surprisal, without a bound, for correct actions only.
-    ValueError: T is not 1, or a kept reward is neither 0 nor 1.
     """
-    if rollouts.actions.shape[-1] != 1:
-        raise ValueError("LogGrowth weights one action per prompt, but these rollouts are sequences. Set task=mnist.")
-    if not torch.isin(rollouts.rewards[rollouts.keep_mask], rollouts.rewards.new_tensor([0.0, 1.0])).all():
-        raise ValueError(
-            "LogGrowth needs rewards of 0 and 1, but this batch has others. Set reward_noise=0 kl_weight=0."
-        )
     action_log_probs = select_log_probs(log_probs, rollouts.actions)
     weight = torch.where(rollouts.actions == rollouts.labels, (-action_log_probs.detach()).exp(), 1)
     return policy_gradient_loss(

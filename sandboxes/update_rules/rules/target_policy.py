@@ -96,13 +96,7 @@ def tpo_full_action(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleCon
     Source: Kaddour 2026, arXiv:2604.06159, in this sandbox's form with one sample per prompt.
     Reduces to: zero gradient where R = Σ_a π(a)².
     Axis: influence. A target over all actions from one sample.
-    ValueError: T is not 1.
     """
-    if rollouts.actions.shape[-1] != 1:
-        raise ValueError(
-            "TPOFullAction builds a target over the actions of one choice, but these rollouts are sequences. Set "
-            "task=mnist."
-        )
     current_log_probs = log_probs.squeeze(2)  # [E, B, A]
     advantage = (rollouts.rewards.unsqueeze(-1) - sum_squared_probs(log_probs)).to(current_log_probs.dtype)  # [E, B, 1]
     scores = torch.zeros_like(current_log_probs.detach()).scatter(-1, rollouts.actions, advantage)

@@ -18,8 +18,7 @@ def compute_ratio_statistics(
     """Compute mean, std (divisor N), maximum and clipped fraction of pi(a) / pi_actor(a) over trained tokens.
 
     log_probs: [E, B, T, A]. Trained tokens are the tokens of kept rollouts, or all candidates at their positions. A
-    ratio counts as clipped outside [1 - clip_low, 1 + clip_high]. Returns RATIO_COLUMNS of update_rules.records, [E]
-    each.
+    ratio counts as clipped outside [1 - clip_low, 1 + clip_high]. Returns columns, [E] each.
     """
     candidates = rollouts.candidates
     actions = rollouts.actions.unsqueeze(-1) if candidates is None else candidates.actions
@@ -40,8 +39,8 @@ def compute_entropy_statistics(logits_before: Tensor, logits_after: Tensor, roll
 
     The advantage is the reward minus the sampling policy's expected reward or baseline, whatever baseline the rule
     uses. Surprisal and probability are from the policy before the update. Thirds end at the quantiles 1/3 and 2/3 of a
-    member's kept tokens; a quantile itself belongs to the lower third. Logits are [E, B, T, A]. Returns
-    `DIAGNOSTIC_COLUMNS`, [E] each; NaN for a mean over no tokens.
+    member's kept tokens; a quantile itself belongs to the lower third. Logits are [E, B, T, A]. Returns columns, [E]
+    each; NaN for a mean over no tokens.
     """
     log_probs, actions = logits_before.log_softmax(-1), rollouts.actions.unsqueeze(-1)
     entropy_before, entropy_after = entropies(log_probs).flatten(1), entropies(logits_after.log_softmax(-1)).flatten(1)

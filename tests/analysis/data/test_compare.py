@@ -13,7 +13,8 @@ from analysis.data.load import load
 from analysis.report.pages import list_open_arms
 from analysis.stats.sequential import compute_e_value, find_fewest_seeds
 from analysis.sweep.contrasts import compute_contrasts
-from sandboxes.toys.report.tables import compute_differences, make_notes
+from sandboxes.toys.report.report import ToyResults
+from sandboxes.toys.report.tables import make_notes
 from tests.fakes.run_folders import make_study_record
 from tests.fakes.sandbox_folders import FakeStudy, make_seed_runs, write_sandbox
 
@@ -34,7 +35,7 @@ def load_study(folder: Path, num_seeds: int, **study_fields: Any) -> StudyFrames
 
 
 def get_row(frames: StudyFrames, arm: str) -> dict[str, Any]:
-    rows = to_records(compute_differences(frames))
+    rows = to_records(ToyResults(frames).differences)
     (row,) = [row for row in rows if (row["arm"], row["column"]) == (arm, "late_test_error")]
     return row
 

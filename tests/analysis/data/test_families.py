@@ -15,7 +15,7 @@ from analysis.data.load import load, read_study
 from analysis.data.schemas import get_family, get_schemas
 from analysis.data.summaries import LATE_EVALUATIONS, compute_late_mean
 from analysis.sweep.series import make_curves
-from sandboxes.update_rules import records as sandbox
+from sandboxes.update_rules import family as sandbox
 from search_spaces.catalog import FAMILIES
 from tests.analysis.data.comparing import check_parquet, diff_all_frames
 from tests.fakes import run_folders

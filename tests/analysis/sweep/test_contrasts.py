@@ -25,7 +25,7 @@ from analysis.sweep.contrasts import (
     read_contrasts,
 )
 from analysis.sweep.tables import summarize_arms
-from sandboxes.update_rules.records import TRIAL_COLUMNS
+from sandboxes.update_rules.family import TRIAL_COLUMNS
 from search_spaces.catalog import FAMILIES
 from tests.analysis.charts.specs import read_layers
 from tests.fakes import run_folders as language_model

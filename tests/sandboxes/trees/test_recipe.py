@@ -31,7 +31,7 @@ def make_dialogues(count: int) -> list[tuple[Mapping[str, str], list[Segment]]]:
 def test_every_text_of_a_dialogue_is_made_of_known_pieces() -> None:
     tokenizer = PAPERS_TINY.build_tokenizer()
     unknown = PAPERS_TINY.pieces.index(UNKNOWN)
-    for _, segments in make_dialogues(300):
+    for _, segments in make_dialogues(100):
         for segment in segments:
             ids = tokenizer.encode(segment.text).ids
             assert unknown not in ids
@@ -43,7 +43,7 @@ def test_every_text_of_a_dialogue_is_made_of_known_pieces() -> None:
 @pytest.mark.long
 def test_observations_are_those_of_a_real_repl() -> None:
     num_later_turns = 0
-    for papers, segments in make_dialogues(120):
+    for papers, segments in make_dialogues(40):
         replies = [segment.text.removesuffix(END_OF_MESSAGE) for segment in segments if segment.is_trained]
         prompts = [segment.text for segment in segments if not segment.is_trained]
         is_root = "Papers" in prompts[0]
@@ -57,7 +57,7 @@ def test_observations_are_those_of_a_real_repl() -> None:
                     assert format_observation(outcome.text, MAX_TURNS - turn, "compact") in prompt
                     num_later_turns += 1
             assert "FINAL(" in replies[-1]
-    assert num_later_turns > 10
+    assert num_later_turns > 3
 
 
 def test_the_programs_of_a_root_score_as_they_should() -> None:

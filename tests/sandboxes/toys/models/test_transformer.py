@@ -121,18 +121,6 @@ def test_cached_continuations_are_those_of_full_passes(each: int) -> None:
     assert torch.equal(completions.tokens, sample_actions(completions.log_probs, uniforms))
 
 
-def test_greedy_continuations_are_those_of_a_literal_decoder() -> None:
-    models, prompts, steps = make_perturbed_models((3, 4)), make_tokens(2, 4, 5), 4
-    completions = generate_completions(models, prompts, steps)
-    for member in range(2):
-        model = make_plain_model(models, member)
-        for row in range(4):
-            sequence = prompts[member, row].tolist()
-            for _ in range(steps):
-                sequence.append(int(model(torch.tensor([sequence]))[0, -1].argmax()))
-            assert sequence[5:] == completions.tokens[member, row].tolist()
-
-
 def test_tokens_are_drawn_by_their_probabilities_and_never_with_probability_zero() -> None:
     probabilities = torch.tensor([0.2, 0.0, 0.5, 0.3, 0.0])
     uniforms = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000

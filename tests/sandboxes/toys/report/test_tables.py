@@ -11,6 +11,7 @@ from scipy import stats
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
 from sandboxes.toys.report import tables
+from sandboxes.toys.report.report import ToyResults
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
 
 DG, TPO = (0.30, 0.34, 0.35), (0.20, 0.26, 0.29)
@@ -51,7 +52,7 @@ def test_only_scored_runs_count_and_runs_that_never_reach_a_step_are_named(tmp_p
 
 def test_differences_are_paired_by_seed(tmp_path: Path) -> None:
     frames = write_and_load(tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("TPO", TPO)])
-    row = get_row(tables.compute_differences(frames), "TPO")
+    row = get_row(ToyResults(frames).differences, "TPO")
     seed_differences = np.array(TPO) - np.array(DG)
     # With two arms the noise of all arms is that of the difference, so the interval is Student's.
     expected = stats.ttest_rel(TPO, DG)
@@ -71,34 +72,32 @@ def test_only_the_primary_outcome_has_a_better_side_and_nothing_without_the_base
         for arm, error, entropy in (("DG", 0.3, 0.4), ("TPO", 0.2, 0.8))
         for seed in range(3)
     ]
-    table = tables.compute_differences(write_and_load(tmp_path, runs))
+    table = ToyResults(write_and_load(tmp_path, runs)).differences
     assert get_row(table, "TPO")["verdict"] == "better"
     assert get_row(table, "TPO", "final_entropy")["verdict"] == "higher"
-    table = tables.compute_differences(write_and_load(tmp_path / "alone", make_seed_runs("TPO", TPO)))
+    table = ToyResults(write_and_load(tmp_path / "alone", make_seed_runs("TPO", TPO))).differences
     assert table.empty
     assert "p_holm" in table
 
 
 def test_a_band_is_the_standard_error_of_the_mean_in_which_a_stopped_run_keeps_its_last_value(tmp_path: Path) -> None:
-    frames = write_and_load(tmp_path, make_seed_runs("DG", DG))
-    table = tables.compute_mean_curves(frames, "test_error")
-    assert table["step"].to_list() == list(range(0, 301, 20))
-    last = table.iloc[-1]
-    assert (last["value"], last["runs"]) == (pytest.approx(0.33), 3)
-    assert last["standard_error"] == pytest.approx(np.std(DG, ddof=1) / math.sqrt(3))
-    frames = write_and_load(tmp_path / "one", make_seed_runs("DG", DG[:1]))
-    table = tables.compute_mean_curves(frames, "test_error")
-    assert table["standard_error"].isna().all()
-    assert table["runs"].to_list() == [1] * 16
-    runs = [
-        FakeRun("DG", 0, error=(0.6, 0.2)),
-        FakeRun("DG", 1, error=(0.6, 0.5), status="early_stopped", steps=107, stop=UNIFORM_STOP),
-        FakeRun("DG", 2, error=(0.6, 0.9), status="failed", steps=100),
+    runs = [*make_seed_runs("DG", DG), *make_seed_runs("GRPO", DG[:1])]
+    runs += [
+        FakeRun("TPO", 0, error=(0.6, 0.2)),
+        FakeRun("TPO", 1, error=(0.6, 0.5), status="early_stopped", steps=107, stop=UNIFORM_STOP),
+        FakeRun("TPO", 2, error=(0.6, 0.9), status="failed", steps=100),
     ]
-    table = tables.compute_mean_curves(write_and_load(tmp_path / "stopped", runs), "test_error")
-    assert table["step"].to_list() == list(range(0, 301, 20))  # without 107, which only one run has
-    assert table["value"].iloc[-1] == pytest.approx((0.2 + 0.5) / 2)
-    assert table["runs"].to_list() == [2] * 16
+    curves = tables.compute_mean_curves(write_and_load(tmp_path, runs), "test_error")
+    for arm, mean, error, count in (
+        ("DG", 0.33, np.std(DG, ddof=1) / math.sqrt(3), 3),
+        ("GRPO", 0.30, math.nan, 1),
+        ("TPO", (0.2 + 0.5) / 2, np.std((0.2, 0.5), ddof=1) / math.sqrt(2), 2),
+    ):
+        table = curves[curves["arm"] == arm]
+        assert table["step"].to_list() == list(range(0, 301, 20))  # without 107, which only one run has
+        assert table["runs"].to_list() == [count] * 16
+        last = table.iloc[-1]
+        assert (last["value"], last["standard_error"]) == pytest.approx((mean, error), nan_ok=True)
 
 
 def test_panels_are_those_of_what_was_measured(tmp_path: Path) -> None:

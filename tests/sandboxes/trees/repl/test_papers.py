@@ -37,11 +37,11 @@ def test_the_evidence_of_a_generated_question_is_known(seed: int, num_papers: in
 @pytest.mark.long
 def test_generated_sets_share_no_question() -> None:
     source = GeneratedPapers(3, 4)
-    test_levels = source.make_test_levels(64)
-    validation, training = make_validation_levels(source, 128), make_training_levels(source, range(10_000, 10_064))
+    test_levels = source.make_test_levels(16)
+    validation, training = make_validation_levels(source, 32), make_training_levels(source, range(10_000, 10_016))
     sets = [collect_level_keys(levels) for levels in (test_levels, validation, training)]
-    assert [len(keys) for keys in sets] == [64, 128, 64]
-    assert len(frozenset().union(*sets)) == 256
+    assert [len(keys) for keys in sets] == [16, 32, 16]
+    assert len(frozenset().union(*sets)) == 64
 
 
 def make_questions(count: int) -> tuple[Question, ...]:

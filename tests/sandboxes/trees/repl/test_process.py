@@ -134,23 +134,13 @@ def test_code_that_uses_no_cpu_time_ends_too() -> None:
             assert "TimeoutError: the execution took more than 0.1 seconds" in repl.execute(WALK + code).stderr
 
 
-def test_a_context_is_read_within_the_limits_and_answers_without_a_query_are_refused() -> None:
+def test_a_context_is_read_within_the_limits() -> None:
     limits = ReplLimits(memory_bytes=64 * 2**20)
     words = r"its texts need more memory than it may use \(env.papers.execution_mib"
     with pytest.raises(ConfinementError, match=words):
         ReplProcess({"a": "x" * 2**25}, limits=limits)
     with ReplProcess({"a": "x" * 10**6}, limits=limits) as repl:
         assert repl.execute("len(context['a'])") == Execution("1000000\n", "", None)
-    with ReplProcess({}, may_query=True) as repl:
-        for misuse in (lambda: repl.answer(["1"]), lambda: repl.answer([]), lambda: repl.refuse("x")):
-            with pytest.raises(ValueError, match="open"):
-                misuse()
-        assert isinstance(repl.execute("rlm_query('x')"), Query)
-        with pytest.raises(ValueError, match="A query is open"):
-            repl.execute("1")
-        with pytest.raises(ValueError, match="2 answers for 1 open prompts"):
-            repl.answer(["1", "2"])
-        assert repl.answer(["1"]) == Execution("1\n", "", None)
 
 
 @pytest.mark.parametrize(

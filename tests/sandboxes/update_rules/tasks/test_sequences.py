@@ -115,16 +115,6 @@ def test_candidates_are_next_tokens_of_each_prefix(task: str) -> None:
         assert torch.equal(candidates.rewards[:, :, position], (is_right & is_scored).float())
 
 
-def test_candidates_are_drawn_with_the_probabilities_of_the_policy() -> None:
-    sequence_task, models, rngs = make_task_and_models((3,), method="TPOToken", batch_size=600, group_size=8)
-    rollouts = sequence_task.sample(models, rngs, 1)
-    expected = sequence_task.compute_logits(models, rollouts).log_softmax(-1).detach().exp().mean((0, 1, 2))
-    candidate_shares = torch.bincount(rollouts.candidates.actions[..., 1:].flatten(), minlength=3) / (600 * 4 * 7)
-    assert candidate_shares.tolist() == pytest.approx(expected.tolist(), abs=0.015)
-    action_shares = torch.bincount(rollouts.actions.flatten(), minlength=3) / (600 * 4)
-    assert action_shares.tolist() == pytest.approx(expected.tolist(), abs=0.03)
-
-
 def test_the_expected_reward_is_the_sum_over_all_answers_and_elsewhere_unknown() -> None:
     sequence_task, models, rngs = make_task_and_models(method="PMDMean", binary_reward=True, batch_size=3, seq_len=3)
     rollouts = sequence_task.sample(models, rngs, 1)

@@ -36,19 +36,3 @@ def test_members_step_as_torchs_clip_and_adam_do_alone() -> None:
             optimizer.step()
             for name, value in parameters.items():
                 torch.testing.assert_close(weights[name][member : member + 1], value, rtol=1e-5, atol=1e-6)
-
-
-def test_a_gradient_is_per_member_and_zero_where_nothing_depends() -> None:
-    weights = make_stacked_weights()
-    member_adam = MemberAdam(weights, 0.1)
-    gradient = member_adam.compute_gradient(
-        torch.stack([weights["b"][0].sum(), weights["b"][1].sum() * 2, weights["a"][2].sum()])
-    )
-    assert gradient.tolist() == [
-        [0.0] * 8 + [1.0] * 5 + [0.0] * 2,
-        [0.0] * 8 + [2.0] * 5 + [0.0] * 2,
-        [1.0] * 8 + [0.0] * 7,
-    ]
-    gradients = member_adam.split_by_parameter(gradient)
-    assert [tensor.shape for tensor in gradients] == [value.shape for value in weights.values()]
-    assert gradients[1].tolist() == [[1.0] * 5, [2.0] * 5, [0.0] * 5]

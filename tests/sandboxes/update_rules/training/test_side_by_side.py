@@ -94,7 +94,7 @@ def test_a_report_has_the_rows_of_all_runs_and_they_are_on_disk(uninterrupted: t
     assert reports[-1]["test_error"] == sum(last_errors) / 2  # of the mean, which schedulers compare
 
 
-@pytest.mark.parametrize("num_reports", [1, 2, 3])
+@pytest.mark.parametrize("num_reports", [1, 3])
 def test_a_resumed_trial_writes_the_rows_of_an_uninterrupted_one(
     tmp_path: Path, start_trial: StartTrial, uninterrupted: tuple[Path, list[Report]], num_reports: int
 ) -> None:

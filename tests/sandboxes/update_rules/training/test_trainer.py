@@ -8,7 +8,7 @@ import torch
 
 from sandboxes.toys.ensemble import EnsembleTrainer
 from sandboxes.update_rules.config.settings import UpdateRuleConfig
-from sandboxes.update_rules.records import STEP_COLUMNS
+from sandboxes.update_rules.family import STEP_COLUMNS
 from sandboxes.update_rules.training.make import UPDATE_RULES, make_task_trainer
 from sandboxes.update_rules.training.make import make_trainer as make_real_trainer
 from tests.fakes.ensembles import Rows, drop_times, run_ensemble
@@ -55,8 +55,8 @@ def test_rows_are_the_evaluations_before_the_update_of_their_step_and_one_at_the
 def test_a_rule_learns_the_task_and_cross_entropy_learns_to_reverse() -> None:
     rows = run_ensemble(make_trainer(make_config(steps=150, test_freq=150, method="DG", batch_size=32)))
     assert [rows[seed][-1]["test_error"] for seed in (0, 1, 2)] == [0, 0, 0]
-    settings = {**TINY, "task": "token_reversal", "method": "CE", "lr": 3e-3, "batch_size": 32, "seq_len": 3}
-    for first, last in run_ensemble(make_real_trainer(make_config(100, 100, **settings), (0, 1))).values():
+    settings = {**TINY, "task": "token_reversal", "method": "CE", "lr": 1e-2, "batch_size": 32, "seq_len": 3}
+    for first, last in run_ensemble(make_real_trainer(make_config(60, 60, **settings), (0, 1))).values():
         assert first["test_error"] > 0.3
         assert last["test_error"] < 0.02
 
@@ -69,15 +69,13 @@ def test_measuring_does_not_change_training(measures: dict[str, Any]) -> None:
     assert all(torch.equal(get_weights(plain_trainer, seed), get_weights(measured_trainer, seed)) for seed in (0, 1, 2))
 
 
-@pytest.mark.parametrize("method", ["DG", "REINFORCE", "GRPO", "TEMPO", "Kondo", "PG", "CE"])
+@pytest.mark.parametrize("method", ["DG", "GRPO", "Kondo", "CE"])
 def test_a_member_has_the_weights_that_it_has_alone(method: str) -> None:
     settings = make_config(method=method, inner_epochs=2, delay=1)
-    ensemble = make_trainer(settings)
+    ensemble, single = make_trainer(settings), make_trainer(settings, (1,))
     run_ensemble(ensemble)
-    for seed in (0, 1, 2):
-        single = make_trainer(settings, (seed,))
-        run_ensemble(single)
-        torch.testing.assert_close(get_weights(single, seed), get_weights(ensemble, seed), rtol=1e-5, atol=1e-5)
+    run_ensemble(single)
+    torch.testing.assert_close(get_weights(single, 1), get_weights(ensemble, 1), rtol=1e-5, atol=1e-5)
 
 
 def test_replay_of_capacity_delay_plus_one_is_delay() -> None:
@@ -205,7 +203,7 @@ def test_a_member_that_is_not_finite_fails_with_its_names_and_does_not_affect_th
 def test_a_resumed_run_equals_an_uninterrupted_one(settings: dict[str, Any], uniform_from: dict[int, int]) -> None:
     uninterrupted = make_trainer(make_config(**settings), uniform_from=uniform_from)
     rows = run_ensemble(uninterrupted)
-    for stop_step in (1, 4, 7, 12):
+    for stop_step in (1, 7, 12):
         first_trainer = make_trainer(make_config(**settings), uniform_from=uniform_from)
         early_rows: Rows = {0: [], 1: [], 2: []}
         while first_trainer.step_index < stop_step:
