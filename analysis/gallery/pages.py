@@ -274,7 +274,8 @@ class Alarms:
             key: row["rule"] if key[1] == "ours" else f"{row['detector']}: {row['rule']}"
             for key, row in self.rows.items()
         }
-        rules = [rule for rule in (*list_rules(), *list_variants()) if rule.text in texts.values()]
+        known_rules: list[AlarmRule | Detector] = [*list_rules(), *list_variants()]
+        rules = [rule for rule in known_rules if rule.text in texts.values()]
         scores = {row["rule"]: row for row in to_records(score_rules(self.find_alarms(rules, new)))}
         return {key: scores[text] for key, text in texts.items() if text in scores}
 
@@ -286,7 +287,7 @@ class Alarms:
         scores = self.score_on(new)
         keys = sorted(self.rows, key=lambda key: (-self.rows[key]["detected"], self.rows[key]["false_alarms"]))
         headings = ("detector", "thresholds", "announces", "95 %", "lead (steps)", "false alarms", "95 %")
-        lines = [(*headings, "announces, new runs", "false alarms, new runs", "rule")]
+        lines: list[Sequence[str]] = [(*headings, "announces, new runs", "false alarms, new runs", "rule")]
         for key in keys:
             announced, _, _, false_alarms, _ = format_score(scores[key])
             lines.append((*key, *format_score(self.rows[key]), announced, false_alarms, f"`{self.rows[key]['rule']}`"))
