@@ -91,8 +91,9 @@ def estimate_row_bytes(config: RunConfig) -> int:
 
 def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: Mapping[str, str]) -> DiskBudget:
     """Estimate what the remaining runs of `plan` need, without ended runs, which write nothing more."""
-    family, statuses = plan.study.family, read_statuses(plan)
-    known_runs = [spec for spec in plan.runs if statuses[spec.run_id].status not in ENDED_STATUSES]
+    family, statuses = plan.study.family, read_statuses(plan) if plan.folder.exists() else {}
+    ended_ids = {run_id for run_id, status in statuses.items() if status.status in ENDED_STATUSES}
+    known_runs = [spec for spec in plan.runs if spec.run_id not in ended_ids]
     # Points that a search has yet to draw need as much as the known ones.
     num_further_runs = plan.search.num_points * len(plan.seeds) - len(plan.runs) if plan.search else 0
     runs = [*known_runs, *itertools.islice(itertools.cycle(plan.runs), max(num_further_runs, 0))]
