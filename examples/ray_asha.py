@@ -12,7 +12,7 @@ scheduler = ASHAScheduler(time_attr="step", max_t=6, grace_period=2, reduction_f
 tuner = tune.Tuner(
     PPO,
     param_space=param_space("entropy", **{"trainer.total_training_steps": 6, "trainer.test_freq": 2, **small}),
-    tune_config=tune.TuneConfig(metric="val_success", mode="max", scheduler=scheduler, reuse_actors=True),
+    tune_config=tune.TuneConfig(metric="val_success", mode="max", scheduler=scheduler),
     run_config=tune.RunConfig(
         name="entropy-asha",
         storage_path=sys.argv[1] if len(sys.argv) > 1 else "~/ray_results",

@@ -2,8 +2,6 @@
 
 import sys
 
-from ray import tune
-
 import analysis
 from tune_study import make_tuner
 
@@ -14,7 +12,6 @@ tuner = make_tuner(
     seeds=2,
     values=("0", "0.1"),
     settings={"trainer.total_training_steps": 6, "trainer.test_freq": 3, **small},
-    tune_config=tune.TuneConfig(reuse_actors=True),  # a process trains one trial after another
     storage_path=sys.argv[1] if len(sys.argv) > 1 else "~/ray_results",  # or s3://bucket/studies
 )
 results = tuner.fit()

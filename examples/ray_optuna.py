@@ -15,7 +15,7 @@ searcher = Repeater(OptunaSearch(metric="val_success", mode="max", seed=1), repe
 tuner = tune.Tuner(
     PPO,
     param_space=space,
-    tune_config=tune.TuneConfig(search_alg=ConcurrencyLimiter(searcher, 2), num_samples=4, reuse_actors=True),
+    tune_config=tune.TuneConfig(search_alg=ConcurrencyLimiter(searcher, 2), num_samples=4),
     run_config=tune.RunConfig(name="lr-optuna", storage_path=sys.argv[1] if len(sys.argv) > 1 else "~/ray_results"),
 )
 print(tuner.fit().get_dataframe()[["config/actor.lr", "seed", "val_success"]])

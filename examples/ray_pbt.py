@@ -20,7 +20,7 @@ tuner = tune.Tuner(
     PPO,
     # An exploited trial also takes the seed of its donor, which is part of the configuration.
     param_space={**space, "actor.lr": tune.loguniform(1e-4, 3e-3), "seed": tune.grid_search([0, 1, 2, 3])},
-    tune_config=tune.TuneConfig(metric="val_success", mode="max", scheduler=scheduler, reuse_actors=True),
+    tune_config=tune.TuneConfig(metric="val_success", mode="max", scheduler=scheduler),
     run_config=tune.RunConfig(name="kl-pbt", storage_path=sys.argv[1] if len(sys.argv) > 1 else "~/ray_results"),
 )
 results = tuner.fit()

@@ -12,7 +12,6 @@ settings = {"trainer.total_training_steps": 2, "trainer.test_freq": 2, **small}
 tuner = tune.Tuner(
     tune.with_resources(PPO, group),
     param_space=param_space("top-p", values=("0.9", "nofilter"), **settings),
-    tune_config=tune.TuneConfig(reuse_actors=True),
     run_config=tune.RunConfig(name="top-p", storage_path=sys.argv[1] if len(sys.argv) > 1 else "~/ray_results"),
 )
 print(tuner.fit().get_dataframe()[["config/filter.rollout_filter_value", "step", "groups_kept"]])

@@ -2,15 +2,12 @@
 
 import sys
 
-from ray import tune
-
 from tune_study import PPO, make_tuner
 
 small = {"env.env_groups": 4, "env.val_env_groups": 64, "env.test_env_groups": 64}
 settings = {"trainer.total_training_steps": 4, "trainer.test_freq": 2, **small}
 storage_path = sys.argv[1] if len(sys.argv) > 1 else "~/ray_results"
-options = {"name": "kl-probed", "storage_path": storage_path, "tune_config": tune.TuneConfig(reuse_actors=True)}
-tuner = make_tuner("kl", values=("0", "0.1"), settings=settings, **options)
+tuner = make_tuner("kl", values=("0", "0.1"), settings=settings, name="kl-probed", storage_path=storage_path)
 results = tuner.fit()
 
 checkpoint = results.get_best_result("val_success", "max").checkpoint

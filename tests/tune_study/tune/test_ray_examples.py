@@ -6,13 +6,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.kills import wait_for
 from tests.tune_study.tune.run_examples import EXAMPLES
 from trainable.runs.records import TIME_COLUMNS
 from trainable.runs.run_files import ENDS_KEY, METRICS_FILE, read_rows
@@ -131,8 +129,8 @@ def test_a_killed_experiment_continues_to_the_same_rows(examples: dict[str, Any]
     ) as driver:
         # Tune writes checkpoints into its state as hexadecimal digits of a pickle.
         name = b"checkpoint_0".hex()
-        states = partial(tmp_path.glob, "kl-restored/experiment_state*")
-        assert wait_for(lambda: any(name in path.read_text() for path in states()), driver)
+        while not any(name in path.read_text() for path in tmp_path.glob("kl-restored/experiment_state*")):
+            assert driver.poll() is None
         os.killpg(driver.pid, signal.SIGKILL)
     rerun = Examples(tmp_path, "ray_restore")
     with rerun.process:
