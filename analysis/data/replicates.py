@@ -18,7 +18,7 @@ import pandas as pd
 from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import find_study_folders, load
 from trainable.files.json_values import parse_json
-from trainable.files.paths import write_text
+from trainable.files.paths import read_bytes, write_text
 from trainable.runs.study_record import ENDED_STATUSES, StudyRecord
 
 REPLICATES_PATH = Path(__file__).parent / "replicates.json"
@@ -43,7 +43,7 @@ class Replicates(NamedTuple):
 @cache
 def read_replicates(path: Path = REPLICATES_PATH) -> tuple[Replicates, ...]:
     """Read all recorded replicates."""
-    return tuple(Replicates(**{**entry, "values": tuple(entry["values"])}) for entry in parse_json(path.read_bytes()))
+    return tuple(Replicates(**{**entry, "values": tuple(entry["values"])}) for entry in parse_json(read_bytes(path)))
 
 
 def write_replicates(replicates: Iterable[Replicates], path: Path = REPLICATES_PATH) -> None:

@@ -4,6 +4,7 @@ Modules that need Ray or torch are imported inside the commands that use them, s
 """
 
 import atexit
+import errno
 import gc
 import os
 import sys
@@ -103,6 +104,13 @@ def report_errors(command: Command) -> Command:
         except (ConfigError, PlanError, OwnPartError, UnsafePathError) as error:
             print_error(f"tune_study: {error}")
             raise typer.Exit(getattr(error, "exit_code", PlanError.exit_code)) from None
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG or error.filename is None:
+                raise
+            # Any word may be used as the name of a file or a folder.
+            name = format_value(str(error.filename), 80)
+            print_error(f"tune_study: {name} is longer than a name of a file may be: type a shorter word.")
+            raise typer.Exit(2) from None
 
     return run_command
 

@@ -1,7 +1,6 @@
 """Plan a study: its runs with their names, settings and paths. Pure functions, without Ray."""
 
 import itertools
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -493,7 +492,13 @@ def _check_names(plan: StudyPlan) -> None:
             )
     for spec in plan.runs:
         for path in (plan.get_run_dir(spec.run_id), plan.output / spec.log_path, plan.output / spec.checkpoint_dir):
-            if len(os.fsencode(path)) > MAX_PATH_BYTES or max(map(len, map(os.fsencode, path.parts))) > MAX_NAME_BYTES:
+            try:
+                name_bytes, path_bytes = [len(name.encode()) for name in path.parts], len(str(path).encode())
+            except UnicodeEncodeError:
+                raise PlanError(
+                    f"The path {format_value(plan.folder)} is not in UTF-8: type another --output, or move the study."
+                ) from None
+            if max(name_bytes) > MAX_NAME_BYTES or path_bytes > MAX_PATH_BYTES:
                 raise PlanError(
                     f"The name {format_value(path.name)} or the path to it is longer than file systems allow: type "
                     f"shorter values, a shorter --model or --output, or move the study to a shorter path."

@@ -107,6 +107,8 @@ WRONG: list[tuple[str, str]] = [
     (f"{LAPTOP} --set rollout.max_model_len=1", "set a longer rollout.max_model_len"),
     (f"{LAPTOP} --set rollout.response_length=1000000", "the context of sokoban-tiny has 512 tokens"),
     ("status ''", "RUN is empty, as an unset variable is"),
+    (f"status {'x' * 3000}/y", "longer than a name of a file may be: type a shorter word."),
+    (f"run {'x' * 3000}.py", "longer than a name of a file may be: type a shorter word."),
     (f"run {'x' * 3000}", "There is no study `xxx"),
     (f"{LAPTOP} --storage ftp://x/y", "Type it like s3://name/folder"),
     ("run kl --preset laptop --address nowhere:1", "type host:port, as `ray start` printed it"),
