@@ -19,7 +19,7 @@ STATEMENTS: Mapping[str, int] = {
     "sandboxes": 4123,
     "search_spaces": 488,
     "trainable": 11386,
-    "tune_study": 6871,
+    "tune_study": 6872,
 }
 """Package -> most statements, docstrings left out.
 

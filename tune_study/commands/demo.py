@@ -33,7 +33,9 @@ def show_demo(console: Console, output: Path) -> str:
     check_writable(output)
     if not os.path.lexists(folder):
         unpack(folder)
-    if find_record(StudyRecord, folder) != study:  # another version may have recorded another study
+    content = find_record(StudyRecord, folder)
+    # Another version may have recorded another study. A user may have continued this one, which changes its record.
+    if content is None or (content.run, content.created_at) != (study.run, study.created_at):
         raise PlanError(f"{folder} holds something else: type another folder, as in `demo --output elsewhere`.")
     print_line(
         console, "This study was recorded earlier and comes with tune_study. Nothing is trained now. It was run by:"

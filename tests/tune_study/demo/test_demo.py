@@ -1,5 +1,6 @@
 """Tests of the recorded study: its archive, and the command that shows it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from typer.testing import CliRunner
 import analysis
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.files.json_values import read_object
-from trainable.runs.study_record import SCHEMA
+from trainable.runs.study_record import SCHEMA, write_record
 from tune_study.commands.cli import app
 from tune_study.demo import archive
 
@@ -26,6 +27,16 @@ def test_another_study_is_not_overwritten(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "holds something else: type another folder, as in `demo --output elsewhere`" in result.stderr
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.long
+def test_a_recorded_study_that_its_user_continued_is_shown_again(tmp_path: Path) -> None:
+    study = archive.read_recorded_study()
+    folder = tmp_path / "results" / study.run
+    archive.unpack(folder)
+    for created_at, exit_code in ((study.created_at, 0), ("2020-01-01T00:00:00+00:00", 2)):
+        write_record(folder, replace(study, max_seeds=9, created_at=created_at))
+        assert CliRunner().invoke(app, ["demo", "--output", str(tmp_path)]).exit_code == exit_code
 
 
 @pytest.fixture
