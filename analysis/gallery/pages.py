@@ -1,12 +1,13 @@
 """The pages of the gallery: each is a template whose every number comes from recorded studies.
 
-A template in templates/ sets `title`, `symptoms`, `verdict`, `claims`, `reading` and `limits`, in Markdown; `advice`,
-what people advise, each with a recording and the contrasts that follow it; and `estimates`, the minutes of two cores
-that were expected of each study that was trained for the page. It reads a recording with `record(NAME)`, a `Recorded`;
-`at_budgets` of one gives it at equal budgets, `Alarms` scores detectors on several, and `Transfer` compares studies
-with themselves elsewhere. The page ends with commands and costs, the commands in `preparation` first. It shows the
-contrasts of the studies that were trained for it, or the charts in `figures`, by name, and explains its numbers by
-`METHOD`, or by the template's `method`.
+A template in templates/ sets `order`, its place in the index; `title`, `symptoms`, `verdict`, `claims`, `reading` and
+`limits`, in Markdown; `advice`, what people advise, each with a recording and the contrasts that follow it; and
+`estimates`, the minutes of two cores that were expected of each study that was trained for the page. It reads a
+recording with `record(NAME)`, a `Recorded`; `at_budgets` of one gives it at equal budgets, `Alarms` scores detectors on
+several, and `Transfer` compares studies with themselves elsewhere. The page ends with commands and costs, the commands
+in `preparation` first. It shows the contrasts of the studies that were trained for it, or the charts in `figures`, by
+name, and explains its numbers by `METHOD`, or by the template's `method`. The index has a template of its own, which
+also reads recordings.
 
 `python -m analysis.gallery.pages docs/findings` writes all pages again.
 """
@@ -44,6 +45,7 @@ from analysis.sweep.alarms import (
 from analysis.sweep.collapse import count_collapses
 from analysis.sweep.contrasts import compute_contrasts
 from analysis.sweep.detectors import LOW_EVALUATION, Detector, list_variants
+from analysis.sweep.findings import format_seeds
 from analysis.sweep.tables import summarize_arms
 from analysis.sweep.verdicts import count_nouns, format_fraction, format_interval, format_p_value, format_signed
 from trainable.config.command_lines import format_command
@@ -59,15 +61,12 @@ ANSWERS = {
 }
 """What the verdict on a contrast says of the advice that it follows."""
 METHOD = """
-Success is the mean of the last four sampled validations of a run; a run that a rule stopped keeps its last value, and
-its steps and tokens end there. Brackets are 95 % intervals over seeds, with the noise of all arms, but of an arm itself
-where it is noisier. They are not corrected for the number of contrasts: the verdict follows Holm's p over the contrasts
-of the study, which were declared before its runs. *Equal* means within a margin of 0.05, and *open* that the runs show
-neither a difference nor equality. A run collapses when its success is below half of its running maximum at two
-validations in a row, or when a stop rule ends it.
+Differences are in success at the end, with 95 % intervals; verdicts follow Holm's p over the contrasts of a study.
+[How to read these pages](index.md#how-to-read-these-pages) says what *equal*, *open* and *collapsed* mean.
 """
 """How numbers of a page are made, unless its template says so itself."""
 TEMPLATES = Path(__file__).with_name("templates")
+INDEX = TEMPLATES / "index.md.jinja"
 
 
 @dataclass(frozen=True)
@@ -129,10 +128,43 @@ class Recorded:
         """Name the verdict on a contrast: better, worse, equal, no effect or open."""
         return str(self.get_contrast(contrast)["verdict"])
 
-    def judge(self, contrasts: Sequence[str]) -> tuple[str, str]:
-        """Say whether an advice holds that contrasts follow, and format their differences."""
-        answers = [ANSWERS[self.verdict(name)] for name in contrasts]
-        return ("; ".join(dict.fromkeys(answers)), "; ".join(map(self.difference, contrasts)))
+    def judge(self, contrasts: Sequence[str]) -> tuple[str, str, str]:
+        """Say whether an advice holds that contrasts follow; format success with and without it, and differences."""
+        answers, ends = [], []
+        for name in contrasts:
+            (pairs,) = (entry.pairs for entry in self.frames.studies[0].contrasts if entry.name == name)
+            with_advice, without = (
+                float(np.mean([self.arms[pair[side]]["late_val_success"] for pair in pairs])) for side in (0, 1)
+            )
+            answer = ANSWERS[self.verdict(name)]
+            is_learning = with_advice > self.frames.trials["base_val_success"].mean()
+            answers.append(answer if is_learning or answer != "holds" else "better, not above the start")
+            ends.append(f"{format_fraction(with_advice)} (without {format_fraction(without)})")
+        return ("; ".join(dict.fromkeys(answers)), "; ".join(ends), "; ".join(map(self.difference, contrasts)))
+
+    def describe_training(self) -> str:
+        """Describe the training of the baseline in one sentence."""
+        study = self.frames.studies[0]
+        trials = self.frames.trials
+        baseline_run = trials[trials["arm"] == study.baseline].iloc[0]
+
+        def get(name: str) -> Any:
+            if (column := f"{CONFIG_PREFIX}{name}") in baseline_run:
+                return baseline_run[column]
+            section, key = name.split(".")
+            return study.settings[section][key]
+
+        groups, size = get("env.env_groups"), get("env.group_size")
+        updates = get("actor.ppo_epochs") * groups * size // get("actor.ppo_mini_batch_size")
+        algorithm = get("algorithm.adv_estimator")
+        algorithm = "PPO with a critic" if algorithm == "gae" else algorithm.upper()
+        return (
+            f"`{study.baseline}` of `{study.run}` is {algorithm} under the preset `{study.preset}`: "
+            f"{get('trainer.total_training_steps')} steps of {groups} groups of {size} episodes of at most "
+            f"{get('env.max_turn')} turns, {count_nouns(updates, 'update')} per step at a learning rate of "
+            f"{get('actor.lr'):g}, {get('env.val_env_groups')} validation levels every {get('trainer.test_freq')} "
+            f"steps. Other arms change what the table says; seeds {format_seeds(study.seeds)}."
+        )
 
     def table(self) -> str:
         """Make the Markdown table of all contrasts."""
@@ -280,17 +312,22 @@ class Alarms:
         return {key: scores[text] for key, text in texts.items() if text in scores}
 
     def table(self, new: Recorded) -> str:
-        """Make the Markdown table of all detectors, those with the most announced collapses first.
+        """Make the Markdown table of the detectors that spoke, those with the most announced collapses first.
 
         new: a study that had no part in choosing thresholds, on which they are scored again.
         """
         scores = self.score_on(new)
-        keys = sorted(self.rows, key=lambda key: (-self.rows[key]["detected"], self.rows[key]["false_alarms"]))
+        keys = sorted(
+            (key for key, row in self.rows.items() if _has_spoken(row) or _has_spoken(scores[key])),
+            key=lambda key: (-self.rows[key]["detected"], self.rows[key]["false_alarms"]),
+        )
         headings = ("detector", "thresholds", "announces", "95 %", "lead (steps)", "false alarms", "95 %")
         lines: list[Sequence[str]] = [(*headings, "announces, new runs", "false alarms, new runs", "rule")]
         for key in keys:
             announced, _, _, false_alarms, _ = format_score(scores[key])
-            lines.append((*key, *format_score(self.rows[key]), announced, false_alarms, f"`{self.rows[key]['rule']}`"))
+            # Its number is that of the definition of a collapse.
+            name = ("first low evaluation", "by definition") if key == _LOW_EVALUATION else key
+            lines.append((*name, *format_score(self.rows[key]), announced, false_alarms, f"`{self.rows[key]['rule']}`"))
         return make_table(lines)
 
     def draw(self) -> alt.TopLevelMixin:
@@ -298,7 +335,7 @@ class Alarms:
 
         Detectors that are silent in all runs are left out.
         """
-        rows = [row for row in self.rows.values() if row["detected"] or row["false_alarms"]]
+        rows = list(filter(_has_spoken, self.rows.values()))
         rows.sort(key=lambda row: -row["detected_fraction"])
         table = pd.DataFrame(rows).assign(name=[f"{row['detector']} ({row['thresholds']})" for row in rows])
         names = {f"detected_fraction{end}": f"difference{end}" for end in ("", "_low", "_high")}
@@ -308,6 +345,13 @@ class Alarms:
             pairs=table.rename(columns={"false_fraction": "difference"})[["name", "difference"]],
         )
         return charts.make_file_chart(chart)
+
+
+_LOW_EVALUATION = ("first low evaluation", "published")
+
+
+def _has_spoken(score: Row) -> bool:
+    return bool(score["detected"] or score["false_alarms"])
 
 
 @dataclass(frozen=True)
@@ -364,13 +408,14 @@ class Finding:
     """A page of the gallery."""
 
     name: str
+    order: int
     title: str
     symptoms: str
     """What a reader sees who needs the page, as phrases separated by semicolons."""
     verdict: str
     """One sentence."""
-    advice: Sequence[tuple[str, str, str]]
-    """What people advise, whether it holds here, and the differences if it is followed."""
+    advice: Sequence[tuple[str, str, str, str]]
+    """What people advise, whether it holds here, success with and without it, and the differences if it is followed."""
     page: str
     """The whole page in Markdown."""
     trained: dict[str, Recorded] = field(repr=False)
@@ -385,14 +430,13 @@ def make_table(lines: Sequence[Sequence[str]], alignment: str = "---:") -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
 
 
-def read_findings() -> dict[str, Finding]:
-    """Make all pages from their templates and recordings, by name."""
-    return {path.stem: make_finding(path) for path in sorted(TEMPLATES.glob("*.md"))}
+def read_findings() -> list[Finding]:
+    """Make all pages from their templates and recordings, in their order."""
+    return sorted(map(make_finding, TEMPLATES.glob("*.md")), key=lambda finding: finding.order)
 
 
-def make_finding(path: Path) -> Finding:
-    """Make the page of a template from the recordings that it reads."""
-    records: dict[str, Recorded] = {}
+def _compile_template(path: Path, records: dict[str, Recorded]) -> tuple[jinja2.Template, dict[str, Any]]:
+    """Compile a template, and return it with the names that it may use; recordings that it reads enter `records`."""
 
     def record(name: str) -> Recorded:
         return records.setdefault(name, Recorded(name, read_recording(name)))
@@ -402,7 +446,13 @@ def make_finding(path: Path) -> Finding:
 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(path.read_text(encoding="utf-8"))
-    names = {"record": record, "at_budgets": at_budgets, "Alarms": Alarms, "Transfer": Transfer}
+    return template, {"record": record, "at_budgets": at_budgets, "Alarms": Alarms, "Transfer": Transfer}
+
+
+def make_finding(path: Path) -> Finding:
+    """Make the page of a template from the recordings that it reads."""
+    records: dict[str, Recorded] = {}
+    template, names = _compile_template(path, records)
     module: Any = template.make_module(names)
     texts = {
         name: str(getattr(module, name)).strip()
@@ -415,7 +465,7 @@ def make_finding(path: Path) -> Finding:
     page = _compose_page(texts, records, list(figures), module.estimates)
     title, symptoms, verdict = (texts[name] for name in ("title", "symptoms", "verdict"))
     advice = [(text, *recorded.judge(contrasts)) for text, recorded, *contrasts in module.advice]
-    return Finding(path.stem, title, symptoms, verdict, advice, page, trained, figures)
+    return Finding(path.stem, module.order, title, symptoms, verdict, advice, page, trained, figures)
 
 
 def _compose_page(
@@ -424,18 +474,21 @@ def _compose_page(
     figure_names: Sequence[str],
     estimates: Mapping[str, float],
 ) -> str:
-    studies = [(recorded, recorded.frames.studies[0]) for recorded in records.values()]
-    commands = "\n".join(filter(None, (texts["preparation"], *(study.command for _, study in studies))))
+    studies = {name: recorded.frames.studies[0] for name, recorded in records.items()}
+    runs = [study.run for study in studies.values()]
+    # Two studies of one name need folders of their own.
+    typed = {
+        name: f"{study.command} --output {name}" if runs.count(study.run) > 1 else study.command
+        for name, study in studies.items()
+    }
+    commands = "\n".join(filter(None, (texts["preparation"], *typed.values())))
     costs = "\n".join(
-        f"* `{study.command}`: {count_nouns(len(recorded.frames.trials), 'run')}, {recorded.core_seconds:,.0f} seconds "
-        f"of two cores ({60 * estimates[recorded.name]:,.0f} were expected)."
-        for recorded, study in studies
-        if recorded.name in estimates
+        f"* `{typed[name]}`: {count_nouns(len(records[name].frames.trials), 'run')}, {records[name].core_seconds:,.0f} "
+        f"seconds of two cores ({60 * minutes:,.0f} were expected)."
+        for name, minutes in estimates.items()
     )
-    questions = "".join(
-        f"*{question}*\n\n"
-        for question in dict.fromkeys(study.question for recorded, study in studies if recorded.name in estimates)
-    )
+    questions = "".join(f"*{question}*\n\n" for question in dict.fromkeys(studies[name].question for name in estimates))
+    settings = " ".join(records[name].describe_training() for name in estimates or records)
     figures = "\n\n".join(f"![{texts['title']}]({name}.svg)" for name in figure_names)
     names = ", ".join(f'"{name}"' for name in records)
     return f"""# {texts["title"]}
@@ -444,7 +497,9 @@ def _compose_page(
 
 When you see: {texts["symptoms"]}.
 
-{questions}## Who says what
+{questions}**Setting.** {settings}
+
+## Who says what
 
 {texts["claims"]}
 
@@ -478,44 +533,48 @@ studies = [read_recording(name) for name in [{names}]]
 """
 
 
-def make_index(findings: Sequence[Finding]) -> str:
-    """Make the index of all pages in Markdown, by title, with symptoms and verdicts."""
-    lines = [
+def make_index(findings: Sequence[Finding], path: Path = INDEX) -> str:
+    """Make the index of all pages in Markdown: by title, with symptoms and verdicts, and by advice."""
+    pages = [
         ("what you see", "page", "verdict"),
         *((finding.symptoms, f"[{finding.title}]({finding.name}.md)", finding.verdict) for finding in findings),
     ]
     advice = [
-        ("advice", "here", "difference in success", "page"),
+        ("advice", "here", "success ends at", "difference", "page"),
         *((*row, f"[{finding.name}]({finding.name}.md)") for finding in findings for row in finding.advice),
     ]
-    seconds = sum(recorded.core_seconds for finding in findings for recorded in finding.trained.values())
-    runs = sum(len(recorded.frames.trials) for finding in findings for recorded in finding.trained.values())
-    return f"""# Findings that answer with evidence
+    trained = [recorded for finding in findings for recorded in finding.trained.values()]
+    template, names = _compile_template(path, {})
+    return template.render(
+        names,
+        pages=make_table(pages, "---"),
+        advice=make_table(advice, "---"),
+        runs=sum(len(recorded.frames.trials) for recorded in trained),
+        hours=sum(recorded.core_seconds for recorded in trained) / 3600,
+        search=format_command("findings", "collapse"),
+        shared_arms=list_shared_arms(trained),
+    )
 
-Questions that practitioners answer differently, and {runs:,} recorded runs ({seconds / 3600:.1f} hours of two cores).
-Arms, contrasts and seeds were declared before the runs, unless a page says otherwise; every result of ours is computed
-from the recorded rows. The pages are about tiny policies in small games, and confirm nothing about larger ones.
-`{format_command("findings", "collapse")}` searches the pages.
 
-{make_table(lines, "---")}
-
-## Advice, and what became of it here
-
-Numbers are differences in success at the end if the advice is followed, with 95 % intervals. Whether it *holds*,
-*fails* or is *open* follows p after Holm's correction in its study, so that *open* may go with an interval without 0.
-
-{make_table(advice, "---")}
-"""
+def list_shared_arms(records: Sequence[Recorded]) -> list[str]:
+    """List the arms that are the same runs in several studies: `` `none` of kl-form and `none` of filter-price ``."""
+    names: dict[tuple[object, ...], dict[str, str]] = {}
+    for recorded in records:
+        steps = recorded.frames.steps.sort_values(["seed", "step"])
+        for arm, rows in steps.groupby("arm", observed=True, sort=False):
+            runs = (*rows["seed"], *rows["step"], *rows["train_reward"])
+            names.setdefault(runs, {}).setdefault(recorded.name, f"`{arm}` of {recorded.name}")
+    return [" and ".join(shared.values()) for shared in names.values() if len(shared) > 1]
 
 
 def write_pages(folder: Path) -> None:
     """Write the index, all pages and their figures into a folder."""
     findings = read_findings()
-    pages = {"index": make_index(list(findings.values())), **{name: finding.page for name, finding in findings.items()}}
+    pages = {"index": make_index(findings), **{finding.name: finding.page for finding in findings}}
     for name, page in pages.items():
         with atomic_write(folder / f"{name}.md") as temp_path:
             temp_path.write_text(page, encoding="utf-8")
-    for finding in findings.values():
+    for finding in findings:
         for name, draw in finding.figures.items():
             with atomic_write(folder / f"{name}.svg") as temp_path:
                 temp_path.write_text(charts.make_svg_file(charts.draw_svg(charts.make_spec(draw()))), encoding="utf-8")

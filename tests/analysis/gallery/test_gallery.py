@@ -116,6 +116,7 @@ def test_a_study_agrees_with_itself_and_disagrees_with_its_mirror(frames: StudyF
 
 
 TEMPLATE = """{% set s = record(FOLDER) %}
+{% set order = 1 %}
 {% set estimates = {FOLDER: 2} %}
 {% set title = "Filters" %}
 {% set symptoms = "updates are noisy; groups are dropped" %}
@@ -153,7 +154,15 @@ def test_quoted_numbers_are_those_of_the_rows(frames: StudyFrames) -> None:
     assert recorded.success_at("none", 60, "optimizer_steps") == pytest.approx(recorded.success_at("none", 15))
     means = [frames.runs_by_arm[arm]["late_val_success"].mean() for arm in ("a-long", "b-long")]
     assert recorded.gap("a-long", "b-long") == f"{means[0] - means[1]:+.3f}"
-    assert recorded.judge(["a against b"])[0] == "holds"
+    assert recorded.judge(["a against b"])[:2] == ("holds", f"{means[0]:.3f} (without {means[1]:.3f})")
+    failing = replace(frames, trials=frames.trials.assign(base_val_success=0.9))
+    assert pages.Recorded("study", failing).judge(["a against b"])[0] == "better, not above the start"
+    description = recorded.describe_training()
+    assert description.startswith(
+        "`none` of `kl_sweep_sokoban-tiny` is PPO with a critic under the preset `laptop`: 30 "
+    )
+    assert "8 groups of 16 episodes" in description
+    assert "4 updates per step at a learning rate of 0.0003" in description
 
 
 def test_the_table_of_a_transfer_has_a_row_per_study_and_place(frames: StudyFrames) -> None:
@@ -211,16 +220,35 @@ def test_a_page_has_the_numbers_of_its_recording(frames: StudyFrames, tmp_path: 
     assert f"| none | {mean:.3f} [" in finding.page
     seconds = frames.steps["cpu_seconds_step"].sum() / 2
     assert f"9 runs, {seconds:,.0f} seconds of two cores (120 were expected)" in finding.page
-    index = pages.make_index([finding])
+    template = tmp_path / "index.md.jinja"
+    template.write_text("{{ runs }} recorded runs\n{{ pages }}\n{{ advice }}\n{{ shared_arms }}")
+    index = pages.make_index([finding], template)
     assert f"[Filters](filters.md) | {finding.verdict} |" in index
     assert "9 recorded runs" in index
-    assert f"| Take the first. | holds | {number} | [filters](filters.md) |" in index
+    means = [frames.runs_by_arm[arm]["late_val_success"].mean() for arm in ("a-long", "b-long")]
+    ends = f"{means[0]:.3f} (without {means[1]:.3f})"
+    assert f"| Take the first. | holds | {ends} | {number} | [filters](filters.md) |" in index
+
+
+def test_equal_arms_of_two_studies_are_listed(frames: StudyFrames) -> None:
+    steps = frames.steps
+    others = steps.assign(train_reward=steps["train_reward"].mask(steps["arm"] == "a-long", 0.5))
+    records = [pages.Recorded("first", frames), pages.Recorded("second", replace(frames, steps=others))]
+    assert pages.list_shared_arms(records) == [
+        "`none` of first and `none` of second",
+        "`b-long` of first and `b-long` of second",
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(pages.TEMPLATES.glob("*.md")), ids=lambda path: path.stem)
 def test_every_number_of_a_page_is_computed_from_its_recordings(path: Path) -> None:
     assert pages.make_finding(path).page == (DOCS / f"{path.stem}.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_every_number_of_the_index_is_computed_from_recordings() -> None:
+    assert pages.make_index(pages.read_findings()) == (DOCS / "index.md").read_text(encoding="utf-8")
 
 
 def test_pages_recordings_and_figures_belong_together() -> None:
