@@ -36,8 +36,8 @@ and `tune_study` by 138: `new --command`, `--trainer`, and their plans).
 
 The gallery raised `search_spaces` by 118 (nine studies) and `analysis` by 650: recordings, pages and budgets (260, with
 pages that score alarms, compare places and judge advice), the detectors of other tools (310), and what the report says
-of a fork. Its index took 41 more when it began with what to do if a run collapses, which arms are the same runs, and how
-each study trained. Forks took 61 statements of `trainable` and 200 of `tune_study`."""
+of a fork. Its index took 41 more for what to do if a run collapses, which arms are the same runs, and how each study
+trained. Forks took 61 statements of `trainable` and 200 of `tune_study`."""
 
 READERS: Mapping[str, int] = {"study.json": 1, "run.json": 1, "status.json": 1}
 """File of a study -> most modules that name it. One that reads and writes it is what there should be."""
