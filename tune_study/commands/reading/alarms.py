@@ -87,7 +87,7 @@ def print_alarms(console: Console, scores: Mapping[str, Any]) -> None:
     num_studies, num_repeated, first_test_seed = (
         scores[name] for name in ("studies", "repeated_runs", "first_test_seed")
     )
-    repeats = f", without {num_repeated} that repeat a run of another study" if num_repeated else ""
+    repeats = f", without {num_repeated} that repeat another run" if num_repeated else ""
     studies_text = f"{num_studies} {'studies' if num_studies > 1 else 'study'}"
     print_line(console, f"{studies_text}, {scores['runs']} runs with rows{repeats}: {scores['collapsed']} collapsed.")
     limit = f"false alarms in at most {MAX_FALSE_ALARMS:.0%} of the runs that did not collapse"

@@ -47,7 +47,7 @@ def test_the_detectors_of_others_come_below(text: str) -> None:
 def test_repeated_runs_are_left_out(output: Path, text: str, tmp_path: Path) -> None:
     write_collapse(tmp_path, (10, 12, 14, 9))
     lines = type_in(f"alarms {output} {tmp_path} --first-test-seed 2").out.splitlines()
-    assert lines[0] == "2 studies, 5 runs with rows, without 5 that repeat a run of another study: 4 collapsed."
+    assert lines[0] == "2 studies, 5 runs with rows, without 5 that repeat another run: 4 collapsed."
     assert lines[1:] == text.partition("\n\n")[0].splitlines()[1:]
 
 
