@@ -15,11 +15,11 @@ from tests.test_architecture import MODULES, PACKAGES, ROOT, list_nodes
 from tune_study.demo.archive import unpack
 
 STATEMENTS: Mapping[str, int] = {
-    "analysis": 5911,
+    "analysis": 5917,
     "sandboxes": 4123,
-    "search_spaces": 488,
+    "search_spaces": 489,
     "trainable": 11386,
-    "tune_study": 6872,
+    "tune_study": 6883,
 }
 """Package -> most statements, docstrings left out.
 
@@ -36,8 +36,9 @@ and `tune_study` by 138: `new --command`, `--trainer`, and their plans).
 
 The gallery raised `search_spaces` by 118 (nine studies) and `analysis` by 650: recordings, pages and budgets (260, with
 pages that score alarms, compare places and judge advice), the detectors of other tools (310), and what the report says
-of a fork. Forks took 61 statements of `trainable` and 200 of
-`tune_study`."""
+of a fork. Forks took 61 statements of `trainable` and 200 of `tune_study`. `analysis` was raised from 5,911 by the rows
+and runs that forks and arms repeat and that count once, `tune_study` from 6,872 by what `alarms` says of forks and by
+the preset that a study declares for CPUs, and `search_spaces` from 488 by this field."""
 
 READERS: Mapping[str, int] = {"study.json": 1, "run.json": 1, "status.json": 1}
 """File of a study -> most modules that name it. One that reads and writes it is what there should be."""
