@@ -34,8 +34,8 @@ def run(
 
     Args:
         study: the study.
-        preset: laptop, stress or paper; None for paper if a visible GPU can hold it, else laptop. Under paper, only
-            adapters are trained if training all weights does not fit.
+        preset: laptop, stress or paper; None for paper if a visible GPU can hold it, else `study.cpu_preset`. Under
+            paper, only adapters are trained if training all weights does not fit.
         values: values of the axis; None for all of the preset.
         settings: values by setting, as --set takes them, such as {"trainer.total_training_steps": 10}.
         options: other fields of `RunRequest` and `LaunchRequest`, such as output="out", seeds=3, env="frozenlake" or

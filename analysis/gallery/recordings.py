@@ -36,14 +36,14 @@ _LEFT_OUT = re.compile(
 """Columns of steps that a recording leaves out: times, constants, and what the other columns give."""
 _CURVE_COLUMNS = ("trial_id", "run_id", "arm", "seed", "step", "cpu_seconds_step", "train_reward", "val_success")
 """Columns of steps that a recording of outcomes keeps: its cost, and what tells whether runs are equal."""
-_PLACES = re.compile(r" --(output|wandb) \S+")
-"""Matches the options of a command that say where its results go."""
+_PLACES = re.compile(r"\0--(output|wandb)[\0=][^\0]*")
+"""Matches the options that say where results go, among the words of a command, which NUL separates here."""
 
 
 def make_portable(command: str) -> str:
     """Drop the options of a command that say where its results go, and what is above a folder of results in `out`."""
-    words = (re.sub(r"^.*/results/", "out/results/", word) for word in split_words(_PLACES.sub("", command)))
-    return " ".join(map(quote_argument, words))
+    words = _PLACES.sub("", "\0".join(split_words(command))).split("\0")
+    return " ".join(quote_argument(re.sub(r"^.*/results/", "out/results/", word)) for word in words)
 
 
 def write_recording(frames: StudyFrames, folder: Path, only_outcomes: bool = False) -> int:
@@ -67,6 +67,8 @@ def write_recording(frames: StudyFrames, folder: Path, only_outcomes: bool = Fal
         **({} if only_outcomes else {"levels": frames.levels}),
     }
     folder.mkdir(parents=True, exist_ok=True)
+    for name in {*FRAME_NAMES} - {*tables}:  # of an earlier recording
+        (folder / f"{name}.parquet").unlink(missing_ok=True)
     with atomic_write(folder / STUDY_FILE) as temp_path:
         temp_path.write_text(format_object(asdict(study)), encoding="utf-8")
     for name, table in tables.items():

@@ -46,18 +46,21 @@ def list_rules() -> list[AlarmRule]:
 def find_distinct_ends(studies: Sequence[StudyFrames]) -> list[pd.DataFrame]:
     """Find the run ends of each study (`find_run_ends`) without runs that could not learn or repeat an earlier run.
 
-    KL 0 in one study and entropy 0 in another may be the same training: the seed and all symptoms at all steps agree.
+    KL 0 in one study and entropy 0 in another may be the same training, and so may two arms of a study whose settings
+    differ in nothing that trained: the seed, rewards, validations and all symptoms at all steps agree.
     """
-    columns = ["step", *(symptom.column for symptom in SYMPTOMS)]
+    columns = ["step", "train_reward", "val_success", *(symptom.column for symptom in SYMPTOMS)]
     seen_runs: set[tuple[int, bytes]] = set()
     tables = []
     for frames in studies:
         ends = find_run_ends(frames)
         ends = ends[ends["signal_problem"] == ""]
-        symptoms = [frames.get_run_steps(run_id).reindex(columns=columns).astype(float) for run_id in ends["run_id"]]
-        keys = [(seed, rows.to_numpy().tobytes()) for seed, rows in zip(ends["seed"], symptoms, strict=True)]
-        is_new = [key not in seen_runs for key in keys]
-        seen_runs.update(keys)
+        is_new = []
+        for seed, run_id in zip(ends["seed"], ends["run_id"], strict=True):
+            rows = frames.get_run_steps(run_id).reindex(columns=columns).astype(float)
+            key = (seed, rows.to_numpy().tobytes())
+            is_new.append(key not in seen_runs)
+            seen_runs.add(key)
         tables.append(ends[np.array(is_new, dtype=bool)])  # an empty list would select columns
     return tables
 

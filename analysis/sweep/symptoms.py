@@ -1,7 +1,8 @@
 """The order of symptoms: what changed in a run that collapsed, from which step on, and what changed first.
 
 A symptom is a column of the rows with the direction in which it changes when training breaks. Its onset is the change
-point of `analysis.stats.change_points`, fitted to the rows up to the collapse. Success of the training episodes is one
+point of `analysis.stats.change_points`, fitted to the rows up to the collapse; what changed in the rows that a fork
+copies is not its own. Success of the training episodes is one
 of the symptoms: like the spread of rewards it is measured at every step, so both have the same resolution.
 """
 
@@ -77,10 +78,19 @@ SYMPTOMS: tuple[Symptom, ...] = (
 """All symptoms. A run without the column (a critic's in GRPO, for example) does not have the symptom."""
 
 
+def select_steps(frames: StudyFrames, run: Row) -> pd.DataFrame:
+    """Select the rows in which a run may have changed: those up to its end_step, without those that a fork copies.
+
+    run: a row of `collapse.find_run_ends`.
+    """
+    steps, fork_step = frames.get_run_steps(run["run_id"]), frames.studies[0].get_fork_step(run["arm"])
+    return steps[(steps["step"] > fork_step) & (steps["step"] <= run["end_step"])]
+
+
 def find_onsets(frames: StudyFrames, ends: pd.DataFrame, generator: np.random.Generator) -> pd.DataFrame:
     """Find the change of every symptom in every run of `ends`: one row per run and symptom measured in it.
 
-    ends: rows of `collapse.find_run_ends`. A run is used up to its end_step.
+    ends: rows of `collapse.find_run_ends`. Of each run, `select_steps` is used.
 
     Columns: run_id, arm, seed, end_step, is_collapse, symptom (a step column), label, is_first, and the fields of
     `Change`: onset with its interval low to high, end (the step at which the change is complete), the levels before and
@@ -90,8 +100,7 @@ def find_onsets(frames: StudyFrames, ends: pd.DataFrame, generator: np.random.Ge
     """
     rows, changes = [], []
     for run in to_records(ends):
-        steps = frames.get_run_steps(run["run_id"])
-        steps = steps[steps["step"] <= run["end_step"]]
+        steps = select_steps(frames, run)
         for symptom in SYMPTOMS:
             if symptom.column in steps and (num_values := int(steps[symptom.column].notna().sum())):
                 rows.append({**run, "symptom": symptom.column, "label": symptom.label})

@@ -223,6 +223,8 @@ class Study:
     """Rules that may stop a run early, see `trainable.runs.stop_rules.RULES`."""
     presets: Mapping[str, Settings] = field(default_factory=dict)
     """For each preset, the settings that this study changes."""
+    cpu_preset: str = "laptop"
+    """Default preset where the GPUs cannot hold `paper`, or there are none."""
     n_seeds: int | None = None
     """Default number of seeds per arm; None for the preset's number."""
     baseline_seeds: int = 1

@@ -55,6 +55,7 @@ STUDY = Study(
     question=__doc__.splitlines()[0],
     axis=make_arms_axis("algorithm x remedy", _ARMS, adapt=resolve_settings),
     fixed_settings=PLAIN_SETTINGS,
+    cpu_preset="stress",
     n_seeds=5,
     baseline="ppo-none",
     contrasts=CONTRASTS,

@@ -60,7 +60,10 @@ RunLocation = Annotated[
 ]
 Preset = Annotated[
     str | None,
-    option("NAME", "laptop, small, stress or paper; default: paper if it fits the GPUs, else laptop."),
+    option(
+        "NAME",
+        "laptop, small, stress or paper; default: paper if it fits the GPUs, else laptop, or what `list STUDY` says.",
+    ),
 ]
 Env = Annotated[
     str | None,

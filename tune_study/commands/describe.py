@@ -51,6 +51,8 @@ def print_study(console: Console, study: Study) -> None:
     is_same = len(set(grids.values())) == 1  # all presets have the same values
     for name, grid in [("values", next(iter(grids.values())))] if is_same else grids.items():
         print_line(console, f"  {name:<7} {format_values(study, grid)}")
+    if study.cpu_preset != Study.cpu_preset:
+        print_line(console, f"  preset  {study.cpu_preset} by default, where the GPUs cannot hold paper")
     print_line(console, f"Plan of its runs: {format_command('run', study.name, '--dry-run')}")
 
 

@@ -185,16 +185,23 @@ def make_plans_that_fit(
     """Make the plans of studies under the typed or default preset, and adapt them if the GPUs are too small.
 
     If the runs do not fit, they train adapters, where the preset has settings for this and the user has not chosen
-    their rank, also as 0 for none. If adapters do not fit either, preset laptop replaces the default preset, unless the
-    user chose GPUs, or a setting that suits only certain GPUs.
+    their rank, also as 0 for none. If adapters do not fit either, `Study.cpu_preset` replaces paper, unless the user
+    chose GPUs, or a setting that suits only certain GPUs.
 
     make_plan: `plan_from_options` or `plan_search`, with its requests. studies: each with the file that declares it.
     """
 
-    def make_plans(*preset: Any) -> list[StudyPlan]:
-        return [make_plan(study, ChosenPreset(*preset), source=source) for study, source in studies]
+    def make_plans(name: str | None, reason: str, *settings: Any) -> list[StudyPlan]:
+        """Make the plans under a preset; None is for the one that each study declares for CPUs."""
+        plans = []
+        for study, source in studies:
+            own = name is None and study.cpu_preset != Study.cpu_preset
+            why = f"{reason}; the study is declared for {study.cpu_preset}" if own else reason
+            preset = ChosenPreset(study.cpu_preset if name is None else name, why, *settings)
+            plans.append(make_plan(study, preset, source=source))
+        return plans
 
-    preset, reason = "laptop", "no CUDA GPU is visible"
+    preset, reason = None, "no CUDA GPU is visible"
     if request.preset is not None:
         preset, reason = request.preset, "set by --preset"
     elif gpus := options.visible_gpus:
@@ -218,7 +225,7 @@ def make_plans_that_fit(
     if request.preset is not None or has_gpus or any(key.endswith(_GPU_SETTINGS) for key in keys):
         return plans
     advice = f"it fits with --preset {preset} {remedies[0]}" if remedies else "no setting makes it fit"
-    return make_plans("laptop", f"{reason}, but preset {preset} does not fit it: {misfit}; {advice}")
+    return make_plans(None, f"{reason}, but preset {preset} does not fit it: {misfit}; {advice}")
 
 
 def explain_misfit(plans: Sequence[StudyPlan], options: LaunchRequest) -> tuple[str, list[str]]:

@@ -132,8 +132,9 @@ above the second ({{ s.p("a against b") }}).{% endset %}
 
 
 def test_a_recording_of_outcomes_gives_the_same_agreement_and_cost(frames: StudyFrames, tmp_path: Path) -> None:
-    whole_size, size = (write_recording(frames, tmp_path / str(only), only) for only in (False, True))
-    recorded = pages.Recorded("outcomes", read_recording(tmp_path / "True"))
+    whole_size, size = (write_recording(frames, tmp_path, only) for only in (False, True))
+    recorded = pages.Recorded("outcomes", read_recording(tmp_path))
+    assert recorded.frames.levels.empty, "those of the whole recording are gone"
     assert size < whole_size
     table = compare_places(frames, {"recorded": recorded.frames})
     pd.testing.assert_frame_equal(table, compare_places(frames, {"recorded": frames}))
@@ -197,8 +198,11 @@ def test_the_table_of_alarms_begins_with_the_one_that_announces_most(tmp_path: P
 
 
 def test_a_command_is_recorded_without_the_folders_of_its_machine() -> None:
-    command = "python -m tune_study fork '/some where/results/kl' --arm 0 --remedy 'low: actor.lr=1' --wandb off"
-    assert make_portable(command) == "python -m tune_study fork out/results/kl --arm 0 --remedy 'low: actor.lr=1'"
+    recorded = "python -m tune_study fork out/results/kl --arm 0 --remedy 'low: actor.lr=1'"
+    command = recorded.replace("out/results/kl", "'/some where/results/kl'")
+    for places in ("--wandb off", "--output 'my folder' --wandb=off", "'--output=my folder'", '--output="my folder"'):
+        for typed in (f"{command} {places}", command.replace("--arm", f"{places} --arm")):
+            assert make_portable(typed) == recorded
 
 
 def test_a_page_has_the_numbers_of_its_recording(frames: StudyFrames, tmp_path: Path) -> None:

@@ -15,8 +15,10 @@ from analysis.sweep import alarms
 from analysis.sweep.detectors import list_variants
 from analysis.sweep.symptoms import SYMPTOMS
 from tests.analysis.sweep.test_symptoms import write_collapse
+from tests.fakes.run_folders import FakeRun, write_study
 from trainable.config.sections import EarlyStopConfig
 from trainable.config.setting_types import ALARM_COLUMNS, BASELINE_STEPS, AlarmRule
+from trainable.files.json_lines import read_lines, write_lines
 from trainable.runs.stop_rules import History, StopDecision, detect_reward_variance_collapse, find_alarm
 
 
@@ -162,6 +164,18 @@ def test_a_run_that_another_study_repeats_counts_once(tmp_path: Path) -> None:
     rules = alarms.list_rules()
     once, twice = (alarms.find_alarms(studies, rules) for studies in ([first], [first, second]))
     pd.testing.assert_frame_equal(once, twice)
+
+
+def test_a_run_that_another_arm_repeats_counts_once(tmp_path: Path) -> None:
+    runs = [FakeRun(arm, seed) for arm in ("0", "0.1") for seed in (0, 1)]
+    folder = write_study(tmp_path, runs)
+    first, repeated = (folder / "runs" / name / "metrics.jsonl" for name in ("arm0-seed0", "arm01-seed0"))
+    write_lines(repeated, [row | {"run_id": "arm01-seed0", "arm": "0.1"} for row in read_lines(first).records])
+    (ends,) = alarms.find_distinct_ends([load(folder)])
+    assert list(ends["run_id"]) == ["arm0-seed0", "arm0-seed1", "arm01-seed1"]
+    write_lines(repeated, [row | {"val_success": 0.5} for row in read_lines(repeated).records])
+    (ends,) = alarms.find_distinct_ends([load(folder)])
+    assert len(ends) == len(runs), "its symptoms are the same, but not its success"
 
 
 @pytest.mark.long

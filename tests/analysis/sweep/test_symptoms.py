@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from analysis.data.load import load
 from analysis.sweep import symptoms
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.files.json_lines import read_lines, write_lines
+from trainable.runs.study_record import ForkedStudy
 
 STOP = ("reward_variance_collapse", 0.1, 0.3)
 STUDY = FakeStudy(levels=40)
@@ -175,6 +177,18 @@ def test_only_the_chosen_runs_and_their_rows_up_to_the_collapse_count(frames: St
     table = symptoms.find_onsets(frames, ends, np.random.default_rng(0))
     assert table.loc[table["symptom"] == "train_success", "onset"].isna().all()  # it falls from step 20 on
     assert (table.loc[table["symptom"] == "reward_std", "p"] <= symptoms.MAX_P).any()
+
+
+def test_what_changed_in_rows_that_a_fork_copies_is_not_its_own(frames: StudyFrames) -> None:
+    (study,) = frames.studies
+    forked = replace(frames, study=replace(study, forks=ForkedStudy("kl", "kl", "0", (), {"0": 16})))
+    onsets = symptoms.find_collapse_onsets(forked, np.random.default_rng(0))
+    onsets = onsets[onsets["is_collapse"]]
+    assert (onsets["onset"].dropna() > 16).all()  # the spread falls from step 9 to 14 on
+    assert onsets.loc[onsets["symptom"] == "train_success", "onset"].to_list() == [20] * 6
+    late = replace(frames, study=replace(study, forks=ForkedStudy("kl", "kl", "0", (), {"0": 35})))
+    (sentence,) = symptoms.describe_order(symptoms.find_collapse_onsets(late, np.random.default_rng(0)))
+    assert sentence.endswith("a change needs at least 8 measurements before the collapse.")
 
 
 def test_a_short_run_has_no_order(tmp_path: Path) -> None:

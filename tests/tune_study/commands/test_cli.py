@@ -166,6 +166,21 @@ def test_typed_learning_rates_and_ranks_take_precedence_over_those_for_small_gpu
     assert "adapters instead of all weights" in type_in("run learning-rate --preset paper --dry-run").out
 
 
+@pytest.mark.parametrize("name", ["remedies", "void-turns"])
+def test_a_study_of_collapses_runs_by_default_where_runs_collapse(work_dir: Path, name: str) -> None:
+    reason = "Preset stress: no CUDA GPU is visible; the study is declared for stress\n"
+    assert reason in get_output(f"run {name} --dry-run")
+    assert "preset  stress by default" in get_output(f"list {name}")
+    assert "preset  " not in get_output("list kl")
+    # As it was started when laptop was its default: it continues so.
+    plan = plan_study(work_dir, None, study=name)
+    write_study(plan)
+    assert "Preset laptop: a test\n" in get_output(f"resume {plan.folder} --dry-run")
+    assert "Preset laptop: set by --preset\n" in get_output(
+        f"run {name} --preset laptop --seeds 1 --output {work_dir} --dry-run"
+    )
+
+
 def test_where_paper_does_not_fit_the_cards_laptop_runs_and_says_why(
     fake_h100: FakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +192,8 @@ def test_where_paper_does_not_fit_the_cards_laptop_runs_and_says_why(
         "a CUDA GPU is visible (NVIDIA H100 80GB HBM3), but preset paper does not fit it: policy backward takes "
     )
     assert reason.endswith("no setting makes it fit")
+    (reason,) = re.findall(r"^Preset stress: (.*)", get_output("run remedies --dry-run"), re.M)
+    assert reason.endswith("no setting makes it fit; the study is declared for stress")
 
 
 def test_python_takes_the_options_of_a_run(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,7 @@ SCHEMAS: Mapping[str, Mapping[str, Any]] = {
     },
     "alarms": {
         **dict.fromkeys(("studies", "runs", "repeated_runs", "collapsed", "first_test_seed"), int),
+        "forks": [str],
         "scored_on_other_seeds": bool,
         "alarms": [SCORE],
         "others": [{**dict.fromkeys(("detector", "source", "thresholds"), str), **SCORE}],

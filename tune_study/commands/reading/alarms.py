@@ -46,15 +46,16 @@ _NOTES = (
 
 
 def read_studies(folders: Sequence[Path]) -> list[StudyFrames]:
-    """Read all studies of language models in these folders. Raises PlanError if there is none."""
+    """Read all studies of language models in these folders. Raises PlanError if there is none, or only forks."""
     with as_plan_error(ValueError):
         paths = [path for folder in folders for path in find_study_folders(folder)]
         studies = [load(path) for path in dict.fromkeys(paths)]
     studies = [frames for frames in studies if frames.has_symptoms]
-    if not studies:
+    if all(frames.studies[0].forks for frames in studies):
         names = ", ".join(format_value(folder, 1000) for folder in folders)
+        problem = "are only forks, whose runs repeat others," if studies else "is no study of a language model"
         raise PlanError(
-            f"There is no study of a language model in {names}: type an output folder, or folders results/<run>."
+            f"There {problem} in {names}: type an output folder, or folders results/<run>, of other studies."
         )
     return studies
 
@@ -62,13 +63,17 @@ def read_studies(folders: Sequence[Path]) -> list[StudyFrames]:
 def score_alarms(studies: Sequence[StudyFrames], first_test_seed: int, with_others: bool = False) -> dict[str, Any]:
     """Count how many runs collapsed, and score each symptom's best threshold (`compare_alarms`).
 
-    others: the scores of other tools' detectors (`compare_detectors`), empty unless `with_others`.
+    others: the scores of other tools' detectors (`compare_detectors`), empty unless `with_others`. forks: the folders
+    of studies that were left out, since the runs of a fork repeat rows of those that they continue.
     """
+    forks = [frames.folders[0].name for frames in studies if frames.studies[0].forks]
+    studies = [frames for frames in studies if not frames.studies[0].forks]
     ends = find_distinct_ends(studies)
     num_runs = sum(map(len, ends))
     table, is_fresh = compare_alarms(studies, first_test_seed)
     return {
         "studies": len(studies),
+        "forks": forks,
         "runs": num_runs,
         "repeated_runs": sum(len(find_run_ends(frames)) for frames in studies) - num_runs,
         "collapsed": sum(int(table["is_collapse"].sum()) for table in ends),
@@ -87,9 +92,11 @@ def print_alarms(console: Console, scores: Mapping[str, Any]) -> None:
     num_studies, num_repeated, first_test_seed = (
         scores[name] for name in ("studies", "repeated_runs", "first_test_seed")
     )
-    repeats = f", without {num_repeated} that repeat a run of another study" if num_repeated else ""
+    repeats = f", without {num_repeated} that repeat another run" if num_repeated else ""
     studies_text = f"{num_studies} {'studies' if num_studies > 1 else 'study'}"
     print_line(console, f"{studies_text}, {scores['runs']} runs with rows{repeats}: {scores['collapsed']} collapsed.")
+    if names := ", ".join(scores["forks"]):
+        print_line(console, f"Left out: {names}. The runs of a fork repeat rows of the runs that they continue.")
     limit = f"false alarms in at most {MAX_FALSE_ALARMS:.0%} of the runs that did not collapse"
     if not scores["alarms"]:
         nothing = (

@@ -80,7 +80,7 @@ def print_explanation(
     example = to_records((ends if collapsed_ends.empty else collapsed_ends).head(1))[0]
     command = format_command("explain", run_name, "--arm", example["arm"], "--seed", str(example["seed"]))
     if collapsed_ends.empty:
-        is_short = all(_count_measurements(frames, run) < MIN_POINTS for run in to_records(ends))
+        is_short = all(len(symptoms.select_steps(frames, run)) < MIN_POINTS for run in to_records(ends))
         advice = f"To see what changed in a run that did not collapse, type: {command}"
         print_line(console, _TOO_SHORT if is_short else advice)
         return
@@ -117,11 +117,6 @@ def print_explanation(
     print_line(console, f"One run: {command}")
 
 
-def _count_measurements(frames: StudyFrames, run: dict[str, Any]) -> int:
-    """Count the training steps up to the run's end or collapse; each is a measurement of the symptoms."""
-    return int((frames.get_run_steps(run["run_id"])["step"] <= run["end_step"]).sum())
-
-
 def _describe_end(run: dict[str, Any]) -> str:
     """Describe a run's end: `collapsed at step 38 (reward_variance_collapse)`, or `completed at step 60`."""
     if not run["is_collapse"]:
@@ -136,7 +131,7 @@ def _print_run(console: Console, folder: Path, frames: StudyFrames, ends: pd.Dat
     onsets = symptoms.find_onsets(frames, ends, np.random.default_rng(symptoms.PERMUTATION_SEED))
     changes = onsets.dropna(subset="onset").sort_values(["onset", "p"], kind="stable")
     if changes.empty:
-        is_short = _count_measurements(frames, run) < MIN_POINTS
+        is_short = len(symptoms.select_steps(frames, run)) < MIN_POINTS
         print_line(console, _TOO_SHORT if is_short else "No change is resolved.")
     else:
         columns = ("symptom", "begins after step", "95 %", "complete at", "before", "after", "p (corrected)")

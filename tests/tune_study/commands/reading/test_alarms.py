@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.analysis.report.test_fork import write_fork
 from tests.analysis.sweep.test_symptoms import STUDY, write_collapse
-from tests.fakes.command_line import get_output, type_in
+from tests.fakes.command_line import assert_refused, get_output, type_in
 from tests.fakes.plans import write_started_study
 from tests.fakes.run_folders import FakeRun, write_study
 
@@ -47,8 +48,20 @@ def test_the_detectors_of_others_come_below(text: str) -> None:
 def test_repeated_runs_are_left_out(output: Path, text: str, tmp_path: Path) -> None:
     write_collapse(tmp_path, (10, 12, 14, 9))
     lines = type_in(f"alarms {output} {tmp_path} --first-test-seed 2").out.splitlines()
-    assert lines[0] == "2 studies, 5 runs with rows, without 5 that repeat a run of another study: 4 collapsed."
+    assert lines[0] == "2 studies, 5 runs with rows, without 5 that repeat another run: 4 collapsed."
     assert lines[1:] == text.partition("\n\n")[0].splitlines()[1:]
+
+
+@pytest.mark.long
+def test_forks_are_left_out(output: Path, text: str, tmp_path: Path) -> None:
+    fork = write_fork(tmp_path, {"actor.lr": 1e-5})
+    fork = fork.rename(fork.with_name("kl-fork-0"))
+    lines = type_in(f"alarms {output} {tmp_path} --first-test-seed 2").out.splitlines()
+    line = "Left out: kl-fork-0. The runs of a fork repeat rows of the runs that they continue."
+    first, *others = text.partition("\n\n")[0].splitlines()
+    assert lines == [first, line, *others]
+    for folder in (fork, tmp_path):
+        assert_refused(f"alarms {folder}", f"There are only forks, whose runs repeat others, in {folder}")
 
 
 @pytest.mark.long
