@@ -15,11 +15,11 @@ from tests.test_architecture import MODULES, PACKAGES, ROOT, list_nodes
 from tune_study.demo.archive import unpack
 
 STATEMENTS: Mapping[str, int] = {
-    "analysis": 5911,
+    "analysis": 5925,
     "sandboxes": 4123,
     "search_spaces": 488,
-    "trainable": 11386,
-    "tune_study": 6872,
+    "trainable": 11396,
+    "tune_study": 6908,
 }
 """Package -> most statements, docstrings left out.
 
@@ -37,7 +37,8 @@ and `tune_study` by 138: `new --command`, `--trainer`, and their plans).
 The gallery raised `search_spaces` by 118 (nine studies) and `analysis` by 650: recordings, pages and budgets (260, with
 pages that score alarms, compare places and judge advice), the detectors of other tools (310), and what the report says
 of a fork. Forks took 61 statements of `trainable` and 200 of
-`tune_study`."""
+`tune_study`. What a newcomer missed took 14 of `analysis`, 10 of `trainable` and 36 of `tune_study`: a search for
+settings, tables and pages that fit a terminal, the column that `import` takes, and why a difference is open."""
 
 READERS: Mapping[str, int] = {"study.json": 1, "run.json": 1, "status.json": 1}
 """File of a study -> most modules that name it. One that reads and writes it is what there should be."""
