@@ -19,6 +19,7 @@ from analysis.sweep import findings
 from analysis.sweep.contrasts import compute_contrasts, compute_pair_differences, read_contrasts
 from analysis.sweep.verdicts import (
     count_nouns,
+    explain_open,
     format_p_value,
     format_signed_4,
     format_status,
@@ -124,6 +125,7 @@ def _make_contrast_tables(results: StudyResults) -> Iterator[Table]:
     contrasts = results.contrasts
     for key in dict.fromkeys(contrasts["column"]):
         rank = "" if key == family.primary_column else " (secondary)"
+        rows = to_records(contrasts[contrasts["column"] == key])
         yield Table(
             [
                 name("contrast", "contrast"),
@@ -134,9 +136,10 @@ def _make_contrast_tables(results: StudyResults) -> Iterator[Table]:
                 TableColumn("pairs", _format_pairs, "number"),
                 TableColumn("not counted, or stopped", _format_run_notes),
             ],
-            to_records(contrasts[contrasts["column"] == key]),
+            rows,
             title=f"`{key}`{rank}",
             caption=f"{columns[key].meaning} ({columns[key].unit}). Chosen because {family.contrasted_columns[key]}.",
+            note=explain_open(rows, "contrasts"),
         )
 
 

@@ -9,7 +9,7 @@ from analysis.report.common import format_p
 from analysis.report.results import SweepResults
 from analysis.report.section import Section, Table, TableColumn, count_of, name, number
 from analysis.sweep.findings import join_words
-from analysis.sweep.verdicts import format_signed
+from analysis.sweep.verdicts import explain_open, format_signed
 from trainable.runs.study_record import AS_BEFORE, name_fork_arm
 
 
@@ -73,6 +73,7 @@ def _from_steps(rows: Sequence[Row]) -> str:
 
 
 def _make_tables(results: SweepResults) -> Iterator[Table]:
+    rows = [row for rows in summarize_remedies(results).values() for row in rows]
     yield Table(
         [
             name("remedy", "remedy"),
@@ -83,7 +84,8 @@ def _make_tables(results: SweepResults) -> Iterator[Table]:
             count_of("collapsed", "collapsed", "runs"),
             count_of("collapsed\nas before", "before_collapsed", "before_runs"),
         ],
-        [row for rows in summarize_remedies(results).values() for row in rows],
+        rows,
+        note=explain_open(rows, "arms"),
     )
 
 

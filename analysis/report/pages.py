@@ -97,7 +97,8 @@ def conclude(frames: StudyFrames, own_sections: Sequence[Section[Any]] = ()) -> 
     results = report.make_results(frames, has_labels=False)
     heading = make_heading(report, results)
     table = None if results.search else _find_verdict_table(report, results)
-    sentences = tuple(map(format_plain, [*heading.remarks, *heading.lead]))
+    notes = [table.note] if table and table.note else []
+    sentences = tuple(map(format_plain, [*notes, *heading.remarks, *heading.lead]))
     return Conclusion(sentences, tuple(format_plain_table(table)) if table else ())
 
 

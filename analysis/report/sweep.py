@@ -45,7 +45,14 @@ from analysis.report.section import (
 from analysis.sweep import findings, series, tables, time_course
 from analysis.sweep.collapse import compute_survival, describe_signal_problems
 from analysis.sweep.symptoms import PERMUTATION_SEED, describe_order, summarize_order
-from analysis.sweep.verdicts import format_fraction, format_interval, format_number, format_signed, format_signed_number
+from analysis.sweep.verdicts import (
+    explain_open,
+    format_fraction,
+    format_interval,
+    format_number,
+    format_signed,
+    format_signed_number,
+)
 from trainable.config.aliases import shorten_setting
 from trainable.files.json_values import DamageWarning
 from trainable.files.paths import LINE_CHARACTERS, escape_controls
@@ -69,7 +76,8 @@ def _make_verdict_tables(results: SweepResults) -> Iterator[Table]:
         text("notes", "notes"),
     ]
     is_folded = len(results.arms) > MAX_OPEN_ARMS
-    yield Table(columns, results.arms, fold=f"Verdicts of all {len(results.arms)} arms" if is_folded else "")
+    fold = f"Verdicts of all {len(results.arms)} arms" if is_folded else ""
+    yield Table(columns, results.arms, fold=fold, note=explain_open(results.arms, "arms"))
 
 
 def _format_difference(row: Row) -> str:

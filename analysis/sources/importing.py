@@ -3,6 +3,7 @@
 import csv
 import io
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from analysis.sources.trl_completions import read_completions
+from analysis.sweep.verdicts import count_nouns
 from trainable.files.json_lines import write_lines
 from trainable.files.json_values import write_object
 from trainable.files.paths import read_bytes
@@ -27,7 +29,7 @@ from trainable.runs.study_record import (
     StudyRecord,
 )
 from trainable.sources.logs import SEED_KEY, LogError, Roles, RunLog
-from trainable.sources.names import Name, translate_rows
+from trainable.sources.names import Name, find_keys, translate_rows
 from trainable.sources.reading import read_runs
 
 _MAX_LISTED = 12
@@ -181,6 +183,17 @@ def _list_keys(keys: Sequence[str]) -> str:
 
 def _format(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def describe_runs(logs: Sequence[RunLog], names: RunNames, columns: Sequence[Name]) -> list[str]:
+    """Say which runs were read, and which measurement is the success, in two sentences. columns: as typed."""
+    counts = Counter(arm for arm, _ in names.pairs)
+    arms = _list_keys([f"{arm} ({count_nouns(count, 'run')})" for arm, count in counts.items()])
+    keys = dict.fromkeys(key for log in logs for key in find_keys(log, columns, "val_success"))
+    return [
+        f"Read {count_nouns(len(logs), 'run')} of {count_nouns(len(counts), 'arm')}: {names.setting or 'arm'} {arms}.",
+        f"Success (val_success), by which arms are compared, is {_list_keys([*keys])}.",
+    ]
 
 
 def import_logs(

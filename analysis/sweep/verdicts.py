@@ -144,6 +144,23 @@ def describe_unfinished(runs: pd.DataFrame) -> str:
     return "; ".join(clauses)
 
 
+def explain_open(rows: Iterable[Row], names: str) -> str:
+    """Say why some differences are open although their 95 % intervals leave out 0; empty if there are none.
+
+    rows: have the columns of a test, and their verdict as `outcome` or `verdict`. names: what they are, such as `arms`.
+    """
+    is_any = any(
+        row.get("outcome", row.get("verdict")) == "open"
+        and row["difference_low"] * row["difference_high"] > 0
+        and row["p_holm"] >= SIGNIFICANCE_LEVEL
+        for row in rows
+    )
+    return is_any * (
+        f"An open difference whose 95 % interval leaves out 0 is not resolved: the verdict follows Holm's p, which is "
+        f"corrected for the number of {names}, and the interval is not."
+    )
+
+
 def classify_outcome(row: Mapping[str, Any]) -> str:
     """Classify the outcome of an arm by one of a fixed list of words, for sorting and colors.
 

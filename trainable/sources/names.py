@@ -70,6 +70,19 @@ def find_trainer(keys: Iterable[str]) -> str:
     return trainer if columns[trainer] & {"train_reward", "val_success"} else ""
 
 
+def find_keys(log: RunLog, own_names: Sequence[Name], column: str) -> list[str]:
+    """Find the measurements of a log that become `column`, as `names.csv` writes them; see `translate_rows`."""
+    names = [name for name in (*own_names, *read_names().get(find_trainer(log.keys), ())) if name.column == column]
+    spellings: dict[str, None] = {}
+    for keys in dict.fromkeys(tuple(row.values) for row in log.rows):
+        for name in names:
+            terms = [", ".join(filter(term.match, keys)) for term in name.terms]
+            if all(terms):
+                spellings["1 - " * name.is_complement + "- " * name.is_negative + " + ".join(terms)] = None
+                break
+    return list(spellings)
+
+
 def translate_rows(
     log: RunLog, own_names: Sequence[Name] = (), trainer: str = "", *, counts_from_zero: bool = False
 ) -> list[dict[str, Any]]:

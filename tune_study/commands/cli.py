@@ -18,7 +18,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer import Option
 
-from search_spaces.catalog import STUDIES, SUITES
+from search_spaces.catalog import STUDIES, SUITES, get_declaration
 from trainable.config.command_lines import INSTALLED_PROGRAM, PROGRAM, format_command
 from trainable.config.own_parts import OwnPartError
 from trainable.config.run_config import ConfigError
@@ -152,13 +152,20 @@ def list_studies(
         describe.print_study(make_console(), find_study(study))
 
 
-@command(MAIN, "settings", "--all | grep kl_")
+@command(MAIN, "settings", "'learning rate' --preset laptop")
 def settings(
-    study: Annotated[str, argument("STUDY", "Name of the study; sandboxes have other settings.")] = "kl",
+    words: Annotated[
+        list[str] | None,
+        argument("WORD", "Name of the study (default: kl), then words to search for in names and meanings."),
+    ] = None,
+    preset: Annotated[str | None, option("NAME", "List the values of this preset; default: of all.")] = None,
     list_all: Annotated[bool, Option("--all", help="List every setting, not only the most common ones.")] = False,
 ) -> None:
-    """List the main settings for --set."""
-    describe.print_settings(make_console(), find_study(study), with_all=list_all)
+    """List the main settings for --set, or those with words of yours."""
+    names = [word for word in (words or [])[:1] if get_declaration(normalize_study_name(word))]
+    study = find_study(names[0] if names else "kl")
+    wanted = " ".join((words or [])[len(names) :])
+    describe.print_settings(make_console(), study, wanted, preset, with_all=list_all)
 
 
 @command(READ, "status", "results/kl_sweep_sokoban-tiny")

@@ -27,11 +27,12 @@ from tune_study.placement import memory_plan, time_estimate
 from tune_study.placement.disk import DiskBudget, format_disk_line
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.placement.resources import load_game_requirements
+from tune_study.plan.errors import PlanError
 from tune_study.plan.own_study import list_resume_options
 from tune_study.plan.remarks import find_remarks
 from tune_study.plan.search import describe_space
 from tune_study.plan.storage_uri import is_uri
-from tune_study.plan.study_plan import ResourcePlan, StudyPlan, make_base_config
+from tune_study.plan.study_plan import ResourcePlan, StudyPlan, check_preset, make_base_config
 from tune_study.plan.typed_settings import format_values
 
 
@@ -325,14 +326,19 @@ def print_status(console: Console, status: Mapping[str, Any]) -> None:
             run["status_text"],
             f"{run['step']}/{run['steps']}",
             "-" if run["value"] is None else f"{run['value']:.3f}",
-            "" if run["collapse_step"] is None else f"at step {run['collapse_step']:g}",
-            run["reason"],
+            "" if run["collapse_step"] is None else f"step {run['collapse_step']:g}",
+            run["reason"] if run["status"] != "completed" else "",  # the steps say it
             run["run"],
         ]
         for run in status["runs"]
     ]
-    headings = ["arm", "seed", "status", "step", status["metric"], "collapsed", "reason", "run"]
-    columns = [column for column in zip(headings, *rows, strict=True) if column[0] != "collapsed" or any(column[1:])]
+    metric = status["metric"].replace("_", " ")
+    headings = ["arm", "seed", "status", "step", metric, "collapsed", "reason", "run"]
+    columns = [
+        column
+        for column in zip(headings, *rows, strict=True)
+        if any(column[1:]) or column[0] not in ("collapsed", "reason")
+    ]
     headings, *rows = map(list, zip(*columns, strict=True))
     print_table(console, headings, rows, ("run",))
     for sentence in status["notes"]:
@@ -341,29 +347,45 @@ def print_status(console: Console, status: Mapping[str, Any]) -> None:
         print_line(console, f"Continue with: {status['resume_command']}")
 
 
-def print_settings(console: Console, study: Study, *, with_all: bool) -> None:
+def print_settings(
+    console: Console, study: Study, words: str = "", preset: str | None = None, *, with_all: bool = False
+) -> None:
     """Print the settings of a study except the seed: their values under each preset, meaning and allowed values.
 
-    with_all: print every setting; otherwise the most common ones, and the command that lists the others.
+    words: print the settings whose names begin with this, or else those with all words in name or meaning. Without
+    words, print every setting (with_all), or the most common ones, and the command that lists the others. preset: the
+    only one whose values are printed. Raises PlanError if there is no such setting or preset.
     """
     family = study.family
-    configs = [flatten_settings(make_base_config(study, preset).model_dump()) for preset in family.presets]
-    fields = [(name, field) for name, field in iter_fields(family.config_class) if name != "seed"]
+    if preset is not None:
+        check_preset(study, preset)
+    presets = [*family.presets] if preset is None else [preset]
+    configs = [flatten_settings(make_base_config(study, name).model_dump()) for name in presets]
+    fields = {name: field for name, field in iter_fields(family.config_class) if name != "seed"}
+    meanings = {name: " ".join((field.description or "").split()) for name, field in fields.items()}
+    parts = words.lower().split()
+    listed = [name for name in fields if name.startswith(words)] or [
+        name for name in fields if all(part in f"{name} {meanings[name]}".lower() for part in parts)
+    ]
+    if not listed:
+        raise PlanError(
+            f"No setting of study {study.name} has {format_value(words)} in its name or meaning: type other words, or "
+            f"first the name of another study. All settings: {format_command('settings', study.name, '--all')}"
+        )
+    if not (words or with_all):
+        listed = [name for name in listed if is_common(fields[name])]
     rows = []
-    for name, field in fields:
-        if not (with_all or is_common(field)):
-            continue
-        values = [config[name] for config in configs]
+    for name in listed:
+        field, values = fields[name], [config[name] for config in configs]
         defaults = [f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value) for value in values]
         if name in study.axis.swept_fields:  # the arms differ in it
             defaults = [study.axis.option] * len(values)
-        meaning = " ".join((field.description or "").split())
         allowed = _format_allowed(field.annotation, field.metadata)
         if name in family.config_class.schedulable_settings:
             allowed += ", or a schedule"
-        rows.append([name, *defaults, meaning, allowed])
-    print_table(console, ("setting", *family.presets, "meaning", "allowed"), rows)
-    if len(rows) < len(fields):
+        rows.append([name, *defaults, meanings[name], allowed])
+    print_table(console, ("setting", *presets, "meaning", "allowed"), rows)
+    if not words and len(rows) < len(fields):
         command = format_command("settings", study.name, "--all")
         print_line(console, f"{len(fields) - len(rows)} more settings are rarely changed: {command}")
 

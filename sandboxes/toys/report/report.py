@@ -43,7 +43,7 @@ from analysis.report.section import (
 )
 from analysis.sweep import findings, series
 from analysis.sweep.tables import compare_outcomes
-from analysis.sweep.verdicts import format_interval, format_signed, format_signed_4, is_missing
+from analysis.sweep.verdicts import explain_open, format_interval, format_signed, format_signed_4, is_missing
 from sandboxes.toys.published.cells import POOLED
 from sandboxes.toys.published.reproduction import compare_to_published, describe_sources, summarize_verdicts
 from sandboxes.toys.report import tables
@@ -108,6 +108,7 @@ def _make_verdict_table(results: ToyResults) -> Iterator[Table]:
             text("basis", "basis"),
         ],
         rows,
+        note=explain_open(rows, "arms"),
     )
 
 

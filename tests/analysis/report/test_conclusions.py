@@ -1,5 +1,6 @@
 """Tests of what leaves a report: the conclusion of the terminal, verdicts of runs, and arms that need more seeds."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from analysis.data.load import load
 from analysis.report.pages import conclude, list_open_arms, summarize_runs, write_frames_report
 from analysis.report.section import Section
+from analysis.sweep.verdicts import explain_open
 from tests.fakes.grid_folders import write_grid
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
@@ -39,3 +41,19 @@ def test_a_section_of_ones_own_may_conclude(tmp_path: Path) -> None:
     page = write_frames_report(frames, folder, with_pictures=False, own_sections=[effort]).read_text()
     assert page.partition("<main>")[0].count("Every run took <code>4</code> steps.") == 1
     assert "Every run took" not in page.partition("<main>")[2]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "low", "p_holm", "is_told"),
+    [
+        ("open", 0.1, 0.07, True),
+        ("open", -0.1, 0.07, False),
+        ("better", 0.1, 0.01, False),
+        ("open", 0.1, math.nan, False),
+    ],
+)
+def test_an_open_difference_whose_interval_leaves_out_0_is_explained(
+    outcome: str, low: float, p_holm: float, *, is_told: bool
+) -> None:
+    row = {"outcome": outcome, "difference_low": low, "difference_high": 0.5, "p_holm": p_holm}
+    assert ("corrected for the number of arms" in explain_open([row], "arms")) == is_told

@@ -316,6 +316,22 @@ def test_all_settings_are_listed_with_default_and_bounds() -> None:
     assert lines["env.papers.file"].endswith(" text, or null")
 
 
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("early_stop.variance", {"early_stop.variance_ratio"}),
+        ("model.lora", {"model.lora_rank", "model.lora_alpha", "model.lora_target_modules"}),
+        ("'Learning RATE' --preset laptop", {"actor.lr", "critic.lr"}),
+        ("sandbox delay", {"delay"}),
+    ],
+)
+def test_settings_finds_names_and_meanings(words: str, names: set[str]) -> None:
+    heading, *lines = type_in(f"settings {words}").out.splitlines()
+    assert names <= {line.split()[0] for line in lines}
+    assert len(lines) < 12
+    assert ("paper" in heading) == ("--preset" not in words)
+
+
 def test_status_says_how_far_each_run_is(work_dir: Path) -> None:
     plan = write_started_study(work_dir)
     first_run_id = plan.runs[0].run_id

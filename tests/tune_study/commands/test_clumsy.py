@@ -24,6 +24,8 @@ WRONG: list[tuple[str, str]] = [
         "There is no preset `desk`: type --preset paper or --preset laptop or --preset small or --preset stress.",
     ),
     ("run kl --set actor.kl_loss_coeff=1", "There is no setting `actor.kl_loss_coeff`. Nearest: actor.kl_loss_coef"),
+    ("settings no-such-word", "No setting of study kl has no-such-word in its name or meaning: type other words, or"),
+    ("settings kl --preset tiny", "There is no preset `tiny`: type --preset paper or --preset laptop"),
     ("run kl --set actor.lr", "--set 'actor.lr' has no value"),
     ("run kl --steps 0", "--steps 0: must be greater than or equal to 1"),
     ("run kl --kl-values 0,-1", "--kl-values -1: actor.kl_loss_coef=-1: must be greater than or equal to 0"),

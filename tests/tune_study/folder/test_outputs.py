@@ -37,7 +37,7 @@ from tune_study.folder.study_file import check_unchanged, plan_from_folder
 from tune_study.placement.model_files import check_model, find_hub_cache, make_absolute
 from tune_study.placement.resources import preflight
 from tune_study.plan.errors import PlanError
-from tune_study.plan.study_plan import ResourcePlan, StudyPlan
+from tune_study.plan.study_plan import ResourcePlan, StudyPlan, make_base_config
 
 
 def make_plan_in(output: Path, values: tuple[str, ...] = ("0", "0.1"), seeds: int = 1, study: str = "kl") -> StudyPlan:
@@ -503,10 +503,14 @@ def test_a_folder_that_the_engine_cannot_run_is_refused(tmp_path: Path, config: 
         check_model(str(tmp_path), {})
 
 
-@pytest.mark.parametrize("path", ["Qwen/Qwen2.5-3B", "../up", "no*such"])
+SMALL_MODEL = make_base_config(STUDIES["kl"], "small").model.path
+
+
+@pytest.mark.parametrize("path", ["Qwen/Qwen2.5-3B", "../up", "no*such", SMALL_MODEL])
 def test_what_was_not_fetched_is_no_model(tmp_path: Path, path: str) -> None:
-    with pytest.raises(PlanError, match="was not found"):
+    with pytest.raises(PlanError, match="was not found") as caught:
         check_model(path, {"HF_HUB_CACHE": str(tmp_path)})
+    assert ("smollm2` makes this model" in str(caught.value)) == (path == SMALL_MODEL)
 
 
 def test_outcomes_margins_and_planned_seeds_are_those_before_the_first_run(tmp_path: Path) -> None:

@@ -34,6 +34,16 @@ def test_a_terminal_wraps_cells_and_cuts_none() -> None:
     assert text.split().count("score") == 4
 
 
+def test_headings_are_wrapped_before_cells_and_words_are_whole() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, color_system=None, width=46)
+    print_table(console, ("name", "last success", "why"), [["a", "0.1", "reward_variance_collapse in the first step"]])
+    assert [line.rstrip() for line in screen.getvalue().splitlines()] == [
+        *("      last", "name  success  why", "─" * 46),
+        *("a     0.1      reward_variance_collapse in the", "               first step"),
+    ]
+
+
 def test_a_narrow_terminal_leaves_out_what_matters_least() -> None:
     assert "Left out" not in print_to_text(80, is_terminal=True, optional=("meaning",))
     text = print_to_text(60, is_terminal=True, optional=("meaning", "value"))

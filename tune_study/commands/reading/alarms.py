@@ -33,7 +33,9 @@ from tune_study.plan.errors import PlanError, as_plan_error
 from tune_study.plan.typed_settings import collect_overrides
 
 _SECTION = "early_stop."
-_SCORE_COLUMNS = ("announces", "95 %", "lead (steps)", "false alarms", "95 %")
+_SCORE_COLUMNS = ("announces", "95 %", "lead (steps)", "false alarms", "95 % of these")
+_INTERVAL_COLUMNS = ("95 % of these", "95 %")
+"""What a narrow terminal leaves out."""
 _NOTES = (
     f"right: the run collapsed. {COLLAPSE_DEFINITION} false alarm: it did not. unknown: it has not ended, failed, or "
     "could not learn.",
@@ -106,7 +108,8 @@ def print_alarms(console: Console, scores: Mapping[str, Any]) -> None:
         )
         print_line(console, nothing)
         return
-    print_table(console, ("alarm", *_SCORE_COLUMNS), [[row["rule"], *format_score(row)] for row in scores["alarms"]])
+    rows = [[row["rule"], *format_score(row)] for row in scores["alarms"]]
+    print_table(console, ("alarm", *_SCORE_COLUMNS), rows, _INTERVAL_COLUMNS)
     runs, score = f"seeds below {first_test_seed}", "is scored on the other seeds"
     if not scores["scored_on_other_seeds"]:
         runs = "all runs"
@@ -122,7 +125,8 @@ def print_alarms(console: Console, scores: Mapping[str, Any]) -> None:
     if others := scores["others"]:
         print_line(console, "")
         rows = [[row["detector"], row["thresholds"], *format_score(row), row["rule"]] for row in others]
-        print_table(console, ("detector", "thresholds", *_SCORE_COLUMNS, "rule"), rows)
+        columns = ("detector", "thresholds", *_SCORE_COLUMNS, "rule")
+        print_table(console, columns, rows, ("rule", *_INTERVAL_COLUMNS))
         low, high = (f"{factor:g}" for factor in (min(THRESHOLD_FACTORS), max(THRESHOLD_FACTORS)))
         print_line(
             console,

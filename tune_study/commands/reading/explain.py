@@ -106,7 +106,7 @@ def print_explanation(
                 "-" if np.isnan(row["lead"]) else f"{row['lead']:g}{interval}",
             ]
         )
-    print_table(console, columns, order_rows)
+    print_table(console, columns, order_rows, ("not known", "after", "before success", "first in"))
     print_line(console, "")
     first_labels = onsets[onsets["is_first"] & onsets["is_collapse"]].set_index("run_id")["label"].to_dict()
     rows = [
@@ -134,7 +134,7 @@ def _print_run(console: Console, folder: Path, frames: StudyFrames, ends: pd.Dat
         is_short = len(symptoms.select_steps(frames, run)) < MIN_POINTS
         print_line(console, _TOO_SHORT if is_short else "No change is resolved.")
     else:
-        columns = ("symptom", "begins after step", "95 %", "complete at", "before", "after", "p (corrected)")
+        columns = ("symptom", "begins after step", "95 %", "complete at", "before", "after", "corrected p")
         cells = [
             [
                 *(row["label"], _format_step(row["onset"]), f"{row['low']:g} to {row['high']:g}"),

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,8 +32,9 @@ class Page(NamedTuple):
 
 
 def read_pages() -> list[Page]:
-    """Read all pages, by name. They begin with title, verdict and symptoms, as `analysis.gallery.pages` writes them."""
+    """Read all pages in the order of the index. They begin with title, verdict and symptoms."""
     folder = next(folder for folder in PAGE_FOLDERS if folder.is_dir())
+    index = (folder / "index.md").read_text(encoding="utf-8")
     pages = []
     for path in sorted(folder.glob("*.md")):
         if path.stem != "index":
@@ -40,7 +42,7 @@ def read_pages() -> list[Page]:
             title, verdict, symptoms, _ = text.split("\n\n", 3)
             words = (title.removeprefix("# "), verdict.strip("*"), symptoms.removeprefix("When you see: ").rstrip("."))
             pages.append(Page(path.stem, *words, text))
-    return pages
+    return sorted(pages, key=lambda page: index.index(f"]({page.name}.md) |"))
 
 
 def print_findings(console: Console, words: Sequence[str]) -> None:
@@ -63,10 +65,21 @@ def print_findings(console: Console, words: Sequence[str]) -> None:
         typed = format_value(" ".join(words))
         raise PlanError(f"No page of the findings contains {typed}: type other words, or one of {names}.")
     if len(matches) == 1:
-        console.print(
-            Markdown(matches[0].text) if console.is_terminal else matches[0].text, markup=False, soft_wrap=True
-        )
+        _print_page(console, matches[0].text)
         return
     rows = [(page.name, page.symptoms, page.verdict) for page in matches]
     print_table(console, ("page", "when you see", "verdict"), rows)
     print_line(console, f"To read a page, type its name: {format_command('findings', matches[0].name)}")
+
+
+def _print_page(console: Console, text: str) -> None:
+    """Print a page: in a terminal wrapped to its width, elsewhere as it is."""
+    if not console.is_terminal:
+        console.print(text, markup=False, soft_wrap=True)
+        return
+    for is_table, lines in groupby(text.splitlines(), key=lambda line: line.startswith("| ")):
+        if is_table:  # rich's Markdown would cut the cells
+            headings, _, *rows = [line.replace("`", "")[2:-2].split(" | ") for line in lines]
+            print_table(console, headings, rows)
+        else:
+            console.print(Markdown("\n".join(lines)))

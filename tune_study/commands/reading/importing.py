@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis.sources.importing import import_logs, name_runs, read_runs_file
+from analysis.sources.importing import describe_runs, import_logs, name_runs, read_runs_file
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import format_value
 from trainable.sources.logs import LogError, Roles
@@ -71,4 +71,5 @@ def import_study(
             names = name_runs(logs, arms, seed)
         import_logs(logs, names, folder, columns, command)
     # The runs of a table share its path.
-    return list(dict.fromkeys([*names.notes, *(f"{log.path}: {note}" for log in logs for note in log.notes)]))
+    told = [*describe_runs(logs, names, columns), *names.notes]
+    return list(dict.fromkeys([*told, *(f"{log.path}: {note}" for log in logs for note in log.notes)]))

@@ -44,13 +44,17 @@ def test_the_verdict_is_that_of_a_computation_by_hand(study: Imported) -> None:
     assert p_value < 0.05
     assert "better" in line
     assert f"Report: {study.folder / 'report.html'}" in study.text
+    assert study.text.splitlines()[:2] == [
+        "Read 6 runs of 2 arms: actor_rollout_ref.actor.kl_loss_coef 0 (3 runs), 0.1 (3 runs).",
+        "Success (val_success), by which arms are compared, is val-core/gsm8k/reward/mean@1.",
+    ]
     assert "3 completed" in line
 
 
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        ("status", "trained 8 of 8 steps"),
+        ("status", "8/8"),
         ("explain", "No run collapsed"),
         ("alarms", "6 runs with rows: 0 collapsed"),
         ("replay-stoppers", "low_validation_success"),
@@ -98,6 +102,8 @@ def test_a_file_of_columns_names_what_the_table_does_not(tmp_path: Path, work_di
     log = write_verl_run(tmp_path / "a.log", [0.5])
     (work_dir / "names.txt").write_text("# ours = theirs\nval_success = critic/score/mean\n")
     out = get_output(f"import {log} --output theirs --columns names.txt")
+    (line,) = [line for line in out.splitlines() if line.startswith("Success (val_success)")]
+    assert line.endswith(", critic/score/mean.")  # a row of the validation before training has no such value
     assert "0.300" in out
     assert "2 completed" not in out
 
