@@ -1,7 +1,7 @@
 """Do LoRA adapters learn as well as all weights, at which rank and learning rate, and do they break as early?
 
 The arms cross the rank with multiples of the preset's learning rate, under PPO with a critic. The scale of the adapters
-is fixed (alpha 32), as where the claim was made. The critic keeps the preset's rate.
+is fixed (alpha 32), as where the claim was made. The critic has adapters of the same rank, and keeps the preset's rate.
 """
 
 import itertools
