@@ -48,6 +48,7 @@ from analysis.sweep.detectors import LOW_EVALUATION, Detector, list_variants
 from analysis.sweep.findings import format_seeds
 from analysis.sweep.tables import summarize_arms
 from analysis.sweep.verdicts import count_nouns, format_fraction, format_interval, format_p_value, format_signed
+from trainable.config.choices import ADVANTAGE_ESTIMATORS
 from trainable.config.command_lines import format_command
 from trainable.config.setting_types import AlarmRule, format_value, parse_alarm_rule
 from trainable.files.paths import atomic_write
@@ -157,7 +158,7 @@ class Recorded:
         groups, size = get("env.env_groups"), get("env.group_size")
         updates = get("actor.ppo_epochs") * groups * size // get("actor.ppo_mini_batch_size")
         algorithm = get("algorithm.adv_estimator")
-        algorithm = "PPO with a critic" if algorithm == "gae" else algorithm.upper()
+        algorithm = "PPO with a critic" if ADVANTAGE_ESTIMATORS[algorithm].needs_critic else algorithm.upper()
         return (
             f"`{study.baseline}` of `{study.run}` is {algorithm} under the preset `{study.preset}`: "
             f"{get('trainer.total_training_steps')} steps of {groups} groups of {size} episodes of at most "

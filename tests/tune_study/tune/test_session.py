@@ -46,4 +46,4 @@ def test_a_terminal_of_any_width_has_every_verdict(folder: Path, width: int) -> 
     for arm, verdict in (("GRPO", "worse"), ("TPO", "equal"), ("ASPO", "no comparison")):
         assert arm in text
         assert verdict.split()[0] in text
-    assert ("Left out at this width: runs, seeds" in text) == (width == 80)
+    assert ("Left out at this width: runs. " in text) == (width == 80)
