@@ -157,12 +157,12 @@ class Recorded:
 
         groups, size = get("env.env_groups"), get("env.group_size")
         updates = get("actor.ppo_epochs") * groups * size // get("actor.ppo_mini_batch_size")
-        algorithm = get("algorithm.adv_estimator")
-        algorithm = "PPO with a critic" if ADVANTAGE_ESTIMATORS[algorithm].needs_critic else algorithm.upper()
+        name = get("algorithm.adv_estimator")
         return (
-            f"`{study.baseline}` of `{study.run}` is {algorithm} under the preset `{study.preset}`: "
-            f"{get('trainer.total_training_steps')} steps of {groups} groups of {size} episodes of at most "
-            f"{get('env.max_turn')} turns, {count_nouns(updates, 'update')} per step at a learning rate of "
+            f"`{study.baseline}` of `{study.run}` is "
+            f"{'PPO with a critic' if ADVANTAGE_ESTIMATORS[name].needs_critic else name.upper()} under the preset "
+            f"`{study.preset}`: {get('trainer.total_training_steps')} steps of {groups} groups of {size} episodes of "
+            f"at most {get('env.max_turn')} turns, {count_nouns(updates, 'update')} per step at a learning rate of "
             f"{get('actor.lr'):g}, {get('env.val_env_groups')} validation levels every {get('trainer.test_freq')} "
             f"steps. Other arms change what the table says; seeds {format_seeds(study.seeds)}."
         )

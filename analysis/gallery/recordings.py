@@ -56,6 +56,10 @@ def write_recording(frames: StudyFrames, folder: Path, only_outcomes: bool = Fal
     command = make_portable(study.command)
     # A recording tells no folder and no time of the machine that made it.
     study = replace(study, command=command, recorded=command, starts=(), looks=())
+    if Path(study.model).is_absolute():
+        name = Path(study.model).name
+        settings = {**study.settings, "model": {**study.settings["model"], "path": name}}
+        study = replace(study, model=name, settings=settings)
     constant_columns = {name for name in frames.trials if str(name).startswith(CONFIG_PREFIX)} - {
         f"{CONFIG_PREFIX}{name}" for name in list_differing_settings(frames.trials)
     }

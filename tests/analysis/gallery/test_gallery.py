@@ -57,6 +57,9 @@ def test_a_recording_gives_the_same_verdicts_and_tells_nothing_of_the_machine(tm
     # Beside success before training, its first validations are a collapse.
     collapsing_run = FakeRun("none", 3, steps=30, success=(0.6, 0.05), settings={"trainer.total_training_steps": 30})
     frames = make_frames(tmp_path / "study", collapsing_run)
+    (study,) = frames.studies
+    settings = {**study.settings, "model": {**study.settings["model"], "path": "/home/me/models/wide"}}
+    frames = replace(frames, study=replace(study, model="/home/me/models/wide", settings=settings))
     size = write_recording(frames, tmp_path / "recorded")
     recorded = read_recording(tmp_path / "recorded")
     assert size == sum(path.stat().st_size for path in (tmp_path / "recorded").iterdir())
@@ -68,8 +71,10 @@ def test_a_recording_gives_the_same_verdicts_and_tells_nothing_of_the_machine(tm
     assert summary["runs"] == expected["runs"]
     assert [run["collapsed"] for run in summary["runs"]].count(True) == 1
     assert recorded.studies[0].command == "python -m tune_study run filter"
+    assert recorded.studies[0].model == "wide"
     for path in (tmp_path / "recorded").iterdir():
-        assert str(frames.folders[0].parents[1]).encode() not in path.read_bytes()
+        for place in (str(frames.folders[0].parents[1]), "/home/me"):
+            assert place.encode() not in path.read_bytes()
 
 
 def test_a_long_run_is_read_where_it_has_spent_what_the_baseline_spent(frames: StudyFrames) -> None:
